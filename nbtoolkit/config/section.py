@@ -117,8 +117,9 @@ class Runtime(Section):
     which these ranks wait for the launch. 0: no ranks start in advance. `auto`: 600 in a notebook's
     kernel, otherwise 0."""
     compare_ranks: bool = True
-    """Warn if the ranks train different models. nbtoolkit compares some weights at each report and,
-    except under torchrun and srun, at the end."""
+    """Warn if the ranks train different models, or report different numbers under one name.
+    nbtoolkit compares some weights and the numbers at each report and, except under torchrun and
+    srun, at the end."""
 
 
 class Cluster(Section):

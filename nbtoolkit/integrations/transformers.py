@@ -24,6 +24,7 @@ from nbtoolkit.integrations.support import (
 from nbtoolkit.integrations.support import last_checkpoint as last_checkpoint
 from nbtoolkit.integrations.support import resume_from as resume_from
 from nbtoolkit.training.sync import ControlSignal
+from nbtoolkit.worker.collectives import broadcast
 from nbtoolkit.worker.context import RunContext
 
 with requires("transformers", "4.50"):
@@ -163,7 +164,9 @@ class TransformersCallback(TrainerCallback):
             RunStopped: the run must stop here, and there is nothing to save.
         """
         try:
-            self._ctx.report(as_numbers(metrics or {}, self._name), step=state.global_step)
+            # The Trainer has gathered the metrics; each rank has measured its own speed.
+            numbers = broadcast(as_numbers(metrics or {}, self._name), self._ctx.world_size)
+            self._ctx.report(numbers, step=state.global_step)
         except RunStopped as stopped:
             self._leave(stopped, control)
 

@@ -15,7 +15,7 @@ from nbtoolkit.launcher import failures
 from nbtoolkit.launcher.health import HealthMonitor, LateGroup
 from nbtoolkit.launcher.worker_group import RankView, Spawner, WorkerGroup
 from nbtoolkit.run import messages
-from nbtoolkit.run.events import Event, MetricsReported, RankPhaseChanged
+from nbtoolkit.run.events import RETURNED, Event, MetricsReported, RankPhaseChanged
 from nbtoolkit.run.paths import write_json
 from nbtoolkit.run.payload import RunRequest
 from nbtoolkit.run.record import RunRecord
@@ -293,7 +293,9 @@ class RunSupervisor:
         last_words = [other.last_word for other in worker_group.ranks]
         returned = [word for word in last_words if isinstance(word, messages.FunctionReturned)]
         if len(returned) == len(last_words):
-            self.record.compare([word.weights for word in returned])
+            self.record.compare(
+                [word.weights for word in returned], [_named(word.numbers) for word in returned]
+            )
         if rank.rank == 0:
             self.record.returned(message.numbers)
 
@@ -315,7 +317,9 @@ class RunSupervisor:
             return failures.refuse_different_calls(questions)
         reports = [one for one in questions if isinstance(one, messages.ReportRequest)]
         if reports:
-            self.record.compare([report.weights for report in reports])
+            self.record.compare(
+                [report.weights for report in reports], [report.values for report in reports]
+            )
             self._judge(reports[0])
         return answer_question(self.record, questions[0])
 
@@ -364,3 +368,8 @@ class RunSupervisor:
             allowed="distributed.fallback: true continues with one process" if count > 1 else "",
             do=f"read {self.paths.agent_log} and {self.paths.log(0)}",
         )
+
+
+def _named(numbers: dict[str, float]) -> dict[str, float]:
+    """The numbers that a function returned by name: a single one may be each rank's own."""
+    return {name: number for name, number in numbers.items() if name != RETURNED}

@@ -1,7 +1,8 @@
-"""Check at reports that the ranks still train one model, by comparing some of its weights.
+"""Check at reports that the ranks train one model, and report the same numbers.
 
 Ranks that train without DDP, ``ctx.prepare`` or ``nb.fit`` learn from their own samples only, and
-rank 0's model is what is saved. Nothing fails, hence this check: no collective, a few numbers.
+rank 0's model is what is saved. Counters that are not summed over the ranks count the samples of
+one. Nothing fails, hence this check: no collective, a few numbers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -118,12 +119,40 @@ def divergence_warning(ranks: Sequence[Weights | None]) -> str | None:
             return None
         for first_weights, weights in zip(first, other, strict=True):
             for expected, weight in zip(first_weights, weights, strict=True):
-                both_nan = math.isnan(expected) and math.isnan(weight)
-                if not both_nan and not math.isclose(
-                    expected, weight, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE
-                ):
+                if not _equal(expected, weight):
                     return _warning(rank, expected, weight)
     return None
+
+
+def report_warning(ranks: Sequence[Mapping[str, float]]) -> str | None:
+    """A warning if the ranks report different numbers under one name; None: they do not.
+
+    Args:
+        ranks: each rank's numbers.
+    """
+    first = ranks[0]
+    for rank, other in enumerate(ranks):
+        for name, number in first.items():
+            if name in other and not _equal(number, other[name]):
+                return _report_warning(name, rank, number, other[name])
+    return None
+
+
+def _report_warning(name: str, rank: int, first: float, other: float) -> str:
+    return (
+        f"the ranks report different values: {name} is {first:.6g} on rank 0 and {other:.6g} on "
+        f"rank {rank}. Only rank 0's is kept, which may be that of its part of the samples\n"
+        "  Do now:  sum counters over the ranks before you divide, as in `right = "
+        "ctx.accelerator.reduce(right)`; take the mean of losses, as in `loss = "
+        'ctx.accelerator.reduce(loss.detach(), "mean")`; log what rank 0 measures for itself, '
+        "such as times, with ctx.log"
+    )
+
+
+def _equal(first: float, other: float) -> bool:
+    if math.isnan(first) and math.isnan(other):
+        return True
+    return math.isclose(first, other, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
 
 
 def _warning(rank: int, expected: float, weight: float) -> str:

@@ -21,7 +21,7 @@ from nbtoolkit.run.events import (
 )
 from nbtoolkit.run.messages import StopRequest
 from nbtoolkit.run.paths import RunPaths, write_json, write_whole
-from nbtoolkit.run.rank_check import Weights, divergence_warning
+from nbtoolkit.run.rank_check import Weights, divergence_warning, report_warning
 
 if TYPE_CHECKING:
     from nbtoolkit.run.serialization import PackedError
@@ -45,7 +45,7 @@ class RunRecord:
         self.checkpoint: str | None = None
         self.leaving: str | None = None
         """The status that all ranks stop with at the next report; None: continue."""
-        self._reported = self._warned_of_weights = False
+        self._reported = self._warned_of_weights = self._warned_of_values = False
         self._stop_file = os.fspath(paths.stop)
         self._log = EventLog(paths.events)
 
@@ -81,10 +81,22 @@ class RunRecord:
             self._log.write(MetricsReported(values=new))
             self.metrics.update(new)
 
-    def compare(self, ranks: Sequence[Weights | None]) -> None:
-        """Warn, once, if the ranks' weights differ."""
-        if not self._warned_of_weights and (warning := divergence_warning(ranks)):
+    def compare(
+        self, weights: Sequence[Weights | None], values: Sequence[Mapping[str, float]]
+    ) -> None:
+        """Warn, once each, if the ranks' weights differ, or the numbers that they report.
+
+        Args:
+            weights: by rank; None where the ranks are not compared.
+            values: by rank.
+        """
+        if weights[0] is None:
+            return
+        if not self._warned_of_weights and (warning := divergence_warning(weights)):
             self._warned_of_weights = True
+            self.note(warning, "warning")
+        if not self._warned_of_values and (warning := report_warning(values)):
+            self._warned_of_values = True
             self.note(warning, "warning")
 
     def decide(self, reserve: float = 0.0) -> str | None:

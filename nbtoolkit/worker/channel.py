@@ -183,20 +183,21 @@ class GroupChannel:
 
         self._share_signals()
         if isinstance(question, messages.ReportRequest) and question.weights is not None:
-            self._compare(question.weights)
+            self._compare(question.weights, question.values)
         own = messages.Answer() if self._own is None else self._own.ask(question)
         replies: list[messages.Reply] = [own]
         dist.broadcast_object_list(replies, src=0, group=self._group)
         return replies[0]
 
-    def _compare(self, weights: Weights) -> None:
-        """Compare all ranks' weights; either all ranks have weights or none."""
+    def _compare(self, weights: Weights, values: dict[str, float]) -> None:
+        """Compare all ranks; either all ranks have weights or none."""
         import torch.distributed as dist
 
-        ranks: list[Weights | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(ranks, weights, group=self._group)
+        ranks: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(ranks, (weights, values), group=self._group)
         if self._own is not None:
-            self._own.record.compare(ranks)
+            all_weights, all_values = zip(*ranks, strict=True)
+            self._own.record.compare(all_weights, all_values)
 
     def stop_pending(self) -> bool:
         """See :class:`Channel`; knows rank 0's signals at once, the others' after :meth:`ask`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,40 @@ def test_ranks_that_train_apart_are_told_once_with_the_line_to_add(
     assert len(found) == 1
     with pytest.raises(RuntimeError, match=TOLD + r"[\s\S]*ctx.prepare[\s\S]*compare_ranks: false"):
         raise RuntimeError(found[0])
+
+
+def of_a_part(config: Config, ctx: RunContext) -> Any:
+    """A validation whose counters are not summed over the ranks."""
+    right = [44, 46][ctx.rank]
+    if not config.model.get("reports"):
+        return {"accuracy": right / 100}
+    for epoch in range(3):
+        ctx.report({"loss": 1.0, "accuracy": right / 100}, step=epoch)
+    return None
+
+
+def of_the_whole(config: Config, ctx: RunContext) -> float:
+    right = torch.tensor(44.0 + 2 * ctx.rank)
+    ctx.report({"accuracy": ctx.accelerator.reduce(right).item() / 100, "nan": math.nan})
+    ctx.log({"seconds": float(ctx.rank)})
+    return float(ctx.rank)  # of each rank, in result.values
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_ranks_that_report_parts_as_the_whole_are_told_once_with_the_line_to_write(
+    tmp_path: Path, reports: bool
+) -> None:
+    found = warnings(tmp_path, of_a_part, **{"model.reports": reports})
+    assert len(found) == 1
+    told = r"accuracy is 0.44 on rank 0 and 0.46 on rank 1[\s\S]*ctx.accelerator.reduce\(right\)"
+    with pytest.raises(RuntimeError, match=told):
+        raise RuntimeError(found[0])
+    off = {"model.reports": reports, "runtime.compare_ranks": False}
+    assert not warnings(tmp_path, of_a_part, **off)
+
+
+def test_ranks_that_report_the_whole_are_not_suspected(tmp_path: Path) -> None:
+    assert not warnings(tmp_path, of_the_whole)
 
 
 def test_the_comparison_can_be_turned_off(tmp_path: Path) -> None:
