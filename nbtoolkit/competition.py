@@ -413,7 +413,7 @@ def _mistakes(
     for position, name in enumerate(sample.columns):
         if list(frame.columns).count(name) != 1:  # a mistake of the columns
             continue
-        yield from _value_mistakes(frame[name], sample[name])
+        yield from _value_mistakes(frame[name], sample[name], ids=position == 0)
         if position == 0:
             yield from _id_mistakes(frame[name], sample[name])
         else:
@@ -452,14 +452,16 @@ def _id_mistakes(ids: pd.Series, needed: pd.Series) -> Iterator[str]:
             yield f"the ids are in another order: row {differs[0]} has {ours}, the sample {theirs}"
 
 
-def _value_mistakes(values: pd.Series, expected: pd.Series) -> Iterator[str]:
+def _value_mistakes(values: pd.Series, expected: pd.Series, *, ids: bool) -> Iterator[str]:
     name, kind, needed = repr(values.name), _kind(values), _kind(expected)
     if missing := int(values.isna().sum()):
         yield f"{name} has no value in {_rows(missing)} (NaN)"
     if endless := int(values.isin([float("inf"), float("-inf")]).sum()):
         yield f"{name} is infinite in {_rows(endless)}"
-    # Whole numbers may stand for fractions; a missing value makes fractions of whole numbers.
-    if kind != needed and not ({kind, needed} == _NUMBERS and (missing or needed == "fractions")):
+    # A missing value makes fractions of whole numbers. A sample's predictions are placeholders, and
+    # a whole one may stand for fractions; its ids are the real ones.
+    numbers = {kind, needed} == _NUMBERS and (missing or needed == "fractions" or not ids)
+    if kind != needed and not numbers:
         yield f"{name} has {kind} ({values.dtype}); the sample has {needed} ({expected.dtype})"
 
 

@@ -37,7 +37,7 @@ def make_folds(
     y: Any,
     *,
     k: int = 5,
-    kind: FoldKind = "stratified",
+    kind: FoldKind | None = None,
     groups: Any = None,
     seed: int = 0,
     repeats: int = 1,
@@ -49,11 +49,13 @@ def make_folds(
         y: the target of each sample, shape (n,), as a list, array, tensor or Series. Kinds that do
             not stratify use only its length and its hash.
         k: the number of folds, 2 or more. ``"predefined"`` ignores it.
-        kind: how to split. ``"stratified"``: each fold has its share of every class. ``"kfold"``:
-            at random. ``"group"``: a group is never on both sides of a fold, and the folds have
-            about equal sizes. ``"stratified_group"``: stratified, and a group is never on both
-            sides. ``"time"``: for samples in time order; each fold trains on all samples before its
-            validation samples, so no fold validates on the first part of the data.
+        kind: how to split. None: ``"group"`` if you pass ``groups``, ``"predefined"`` if you pass
+            ``predefined``, otherwise ``"stratified"``. ``"stratified"``: each fold has its share of
+            every class. ``"kfold"``: at random. ``"group"``: a group is never on both sides of a
+            fold, and the folds have about equal sizes. ``"stratified_group"``: stratified, and a
+            group is never on both sides. ``"time"``: for samples in time order; each fold trains on
+            all samples before its validation samples, so no fold validates on the first part of the
+            data.
             ``"predefined"``: your own folds. All kinds but the last are scikit-learn's
             `cross-validation iterators
             <https://scikit-learn.org/stable/modules/cross_validation.html>`_.
@@ -78,6 +80,7 @@ def make_folds(
         [2, 2, 2]
     """
     targets = as_column(y, "y")
+    kind = kind or _obvious_kind(groups, predefined)
     _check_arguments(kind, k, seed, repeats)
     _check_companions(kind, groups, predefined, repeats)
     needed = 1 if kind == "predefined" else k + (kind == "time")
@@ -147,6 +150,12 @@ def _split(splitter: BaseCrossValidator, targets: Column, groups: Column | None)
 
 
 # --- checks of the arguments ---
+
+
+def _obvious_kind(groups: object, predefined: object) -> FoldKind:
+    if predefined is not None:
+        return "predefined"
+    return "stratified" if groups is None else "group"
 
 
 def _check_arguments(kind: FoldKind, k: int, seed: int, repeats: int) -> None:

@@ -20,6 +20,7 @@ from nbtoolkit.panel.form import FormState, Validation
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.search.sweep import FOLDS_FILE, sweep, sweep_to_resume
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, read_sweep_config
+from nbtoolkit.study.sweep_config import SweepConfig
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.tasks.find import find_task
 from nbtoolkit.text_table import duration
@@ -166,7 +167,11 @@ def start(name: str, train: Train | None, validation: Validation, folds: Folds |
         return cross_validate(function, config, folds, **_BACKGROUND)
     assert sweep_config is not None
     used = folds if sweep_config.folds.k else None
-    return sweep(function, config, sweep_config.to_dict(), folds=used, **_BACKGROUND)
+    space, resume = sweep_config.to_dict(), "auto"
+    if _knows_folds(sweep_config, folds):
+        # A press begins a sweep even if a complete one has these settings: the call would show it.
+        resume = "auto" if sweep_to_resume(function, config, space, used) else "never"
+    return sweep(function, config, space, folds=used, resume=resume, **_BACKGROUND)
 
 
 def continued_sweep(
@@ -184,12 +189,18 @@ def continued_sweep(
     config, sweep_config = validation.config, validation.sweep_config
     if config is None or sweep_config is None:
         return None
-    asks, module = sweep_config.folds, config.task.partition(":")[0]
-    if asks.file or (asks.k and folds is None) or (train is None and module not in sys.modules):
+    module = config.task.partition(":")[0]
+    if not _knows_folds(sweep_config, folds) or (train is None and module not in sys.modules):
         return None
     function = train if train is not None else find_task(config.task)
-    used = folds if asks.k else None
+    used = folds if sweep_config.folds.k else None
     return sweep_to_resume(function, config, sweep_config.to_dict(), used)
+
+
+def _knows_folds(sweep_config: SweepConfig, folds: Folds | None) -> bool:
+    """Whether the folds of a sweep are known without a file and the targets of a task."""
+    asked = sweep_config.folds
+    return not asked.file and (folds is not None or not asked.k)
 
 
 def sweep_button(state: State | None, unfinished: RunPaths | None) -> tuple[str, str]:

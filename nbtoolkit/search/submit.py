@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -93,25 +93,22 @@ def choose_search(
     return replace(new, warning=why_not_resumed(config.runtime.output_dir, kind, settings, train))
 
 
-def identity_of(
-    train: Callable[..., Any], config: Config, kind: str, own: Mapping[str, Any], total: int | None
-) -> dict[str, Any]:
-    """Return what identifies a search when it is resumed.
+def identity_of(train: Callable[..., Any], config: Config, search: Search) -> dict[str, Any]:
+    """Return what identifies a search when it is resumed, and how much it is to do.
 
     Args:
         train: the training function.
         config: the base configuration.
-        kind: ``"sweep"`` or ``"cv"``.
-        own: further values that must be equal.
-        total: number of trials over all sessions; None for no number.
+        search: the search.
     """
-    settings = {**config.to_dict(), kind: dict(own)}
+    settings = {**config.to_dict(), search.kind: dict(search.identity)}
     return {
-        "kind": kind,
+        "kind": search.kind,
         "fingerprint": fingerprint(settings, train),
         "settings": settings_hash(settings),
         "source": source_hash(train),
-        "total": total,
+        "total": search.total,
+        "timeout": search.timeout,
     }
 
 
@@ -122,12 +119,36 @@ def unfinished(output_dir: str | Path, identity: Mapping[str, Any]) -> Iterator[
         output_dir: the folder of the runs.
         identity: the result of :func:`identity_of`.
     """
+    return (paths for paths in _same(output_dir, identity) if not _complete(paths, identity))
+
+
+def complete(output_dir: str | Path, identity: Mapping[str, Any]) -> RunPaths | None:
+    """Return the newest of the same searches if it has done all that is asked for; else None.
+
+    Args:
+        output_dir: the folder of the runs.
+        identity: the result of :func:`identity_of`.
+    """
+    newest = next(_same(output_dir, identity), None)
+    return newest if newest is not None and _complete(newest, identity) else None
+
+
+def _same(output_dir: str | Path, identity: Mapping[str, Any]) -> Iterator[RunPaths]:
+    """Yield the searches of the same kind, configuration and function, newest first."""
     for paths in runs_in(output_dir):
         about = read_versions(paths)
-        fits = all(about.get(key) == identity[key] for key in ("kind", "fingerprint"))
-        more = (identity["total"] or 0) > (about.get("total") or sys.maxsize)
-        if fits and (more or not paths.completed()):
+        if all(about.get(key) == identity[key] for key in ("kind", "fingerprint")):
             yield paths
+
+
+def _complete(paths: RunPaths, identity: Mapping[str, Any]) -> bool:
+    """Whether a search has ended, and a session of ``identity`` would add nothing to it."""
+    about: Mapping[str, Any] = read_versions(paths)
+    # Without a number of trials, the time limit decides when a search is complete.
+    limit = "timeout" if identity["total"] is None else "total"
+    asked, before = identity[limit] or math.inf, about.get(limit) or math.inf
+    same_limit = (about.get("total") is None) == (identity["total"] is None)
+    return paths.completed() and same_limit and bool(asked <= before)
 
 
 def _named(
@@ -203,7 +224,7 @@ def start_search(
         search: the search.
         name: suffix of a new folder's name.
         resume: ``"auto"`` resumes the newest search of equal configuration, function and identity
-            that is not running and unfinished, or had a smaller total; ``"never"`` starts a new
+            that is not running, and is unfinished or had a smaller budget; ``"never"`` starts a new
             one; a search's id or folder resumes that one.
         detach: the search outlives this process.
 
@@ -233,7 +254,7 @@ def start_search(
     )
     first = slots.slots[0]
     plan = make_plan(config.with_overrides(dict(first.overrides)), host, first.hardware)
-    identity = identity_of(train, config, search.kind, search.identity, search.total)
+    identity = identity_of(train, config, search)
     with choose_search(train, config, identity, name, resume) as run:
         header = write_header(run, config, plan, host, train, **identity)
         budget = {} if search.timeout is None else {"runtime.time_budget": search.timeout}
@@ -300,7 +321,7 @@ def submit_search(
     Raises:
         NbtoolkitError: see :func:`~nbtoolkit.launcher.remote.submit_to_cluster`.
     """
-    identity = identity_of(train, config, search.kind, search.identity, search.total)
+    identity = identity_of(train, config, search)
     searched = () if search.sweep_config is None else search.sweep_config.space
     run = submit_to_cluster(
         where,

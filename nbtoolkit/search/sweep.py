@@ -22,7 +22,7 @@ from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.search.algorithm import Search
-from nbtoolkit.search.submit import identity_of, start_search, submit_search, unfinished
+from nbtoolkit.search.submit import complete, identity_of, start_search, submit_search, unfinished
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, TableLines, read_sweep_config
 from nbtoolkit.study.study_server import check_server, split_storage
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
@@ -121,7 +121,7 @@ def sweep(
             defaults.
         space: the search space and the other settings of the sweep, as a YAML file (see
             ``config/hpo``) or as a dict of the same form; or a dict of the space only, such as
-            ``{"optim.lr": {"type": "float", "low": 1e-4, "high": 0.1}}``.
+            ``{"optim.lr": {"low": 1e-4, "high": 0.1, "log": True}}``.
         n_trials: the number of trials over all sessions; replaces ``budget.n_trials``.
         timeout: the time limit, in seconds or as a string such as ``"2h"``; replaces
             ``budget.timeout``.
@@ -132,10 +132,12 @@ def sweep(
             samples is enough. None: write a function ``load()`` in the module of ``train`` that
             returns (inputs, targets) or (inputs, targets, groups).
         groups: the group of each sample, shape (samples,), for the kinds of folds with groups.
+            ``folds.kind`` is ``"group"`` then, unless the file sets it.
         name: the end of the folder's name; default: the study's name.
-        resume: ``"auto"`` resumes the newest sweep that has the same configuration, function, space
-            and folds, and that is unfinished or has fewer trials than ``n_trials``. ``"never"``
-            starts a new sweep. A sweep's id or folder resumes this sweep.
+        resume: ``"auto"`` looks for sweeps that have the same configuration, function, space and
+            folds. If the newest of them is complete, it is shown again and nothing runs. Otherwise,
+            the newest one that is unfinished or has fewer trials than ``n_trials`` is resumed.
+            ``"never"`` starts a new sweep. A sweep's id or folder resumes this sweep.
         where: ``"local"``: on this machine. ``"slurm"``: in one job on one machine, whose devices
             the trials share. ``"ray"``: on all machines of Ray (see docs/cluster.md). A job
             outlives this process.
@@ -185,6 +187,11 @@ def sweep(
     if where == "local":
         config = measure_auto(train, config, resume, display, searched=searched, fold=first)
     search = _search(sweep_config, folds)
+    if resume == "auto":
+        identity = identity_of(train, config, search)
+        if (done := complete(config.runtime.output_dir, identity)) is not None:
+            shown = _show_again(done, screen, on_event)
+            return shown.result() if wait else shown
     if search.storage is not None:
         _check_shared(search, sweep_config, where)
     sweep_config = search.sweep_config or sweep_config
@@ -209,6 +216,16 @@ def sweep(
     return handle.result() if wait else handle
 
 
+def _show_again(
+    paths: RunPaths, screen: Screen, on_event: Callable[[Event], None] | None
+) -> SweepHandle:
+    """Return a handle on a sweep that is complete, after a line that says so."""
+    cell = _shown(paths, read_sweep_config(paths.folder), screen)
+    cell.say(f"sweep -> {paths.folder}")
+    cell.say("it is complete and shown again; resume='never' runs a new one")
+    return SweepHandle(paths, SweepResult, cell=cell, on_event=on_event)
+
+
 def sweep_to_resume(
     train: Train, config: Config, space: Source, folds: Folds | None = None
 ) -> RunPaths | None:
@@ -226,7 +243,7 @@ def sweep_to_resume(
     config = config.with_overrides({"task": task_name(train)})
     count = None if folds is None else len(folds)
     search = _search(load_sweep_config(space, config, folds=count), folds)
-    identity = identity_of(train, config, search.kind, search.identity, search.total)
+    identity = identity_of(train, config, search)
     found = unfinished(config.runtime.output_dir, identity)
     return next((paths for paths in found if not paths.owned()), None)
 
@@ -334,20 +351,20 @@ def configured_folds(settings: FoldConfig, task: str, targets: Any, groups: Any)
         return None
     if targets is None:
         targets, groups = _of_task(task, settings, groups)
+    kind = settings.kind or ("stratified" if groups is None else "group")
     if isinstance(targets, int):
-        if settings.kind not in _BY_NUMBER:
+        if kind not in _BY_NUMBER:
             raise FoldError(
-                f"folds.kind is {settings.kind!r}, which needs each sample's target, not a number",
+                f"folds.kind is {kind!r}, which needs each sample's target, not a number",
                 allowed=f"a number for {' and '.join(_BY_NUMBER)}",
                 do="pass targets=y, or set folds.kind: kfold",
             )
         targets = range(targets)
-    grouped = "group" in settings.kind
     return make_folds(
         targets,
         k=settings.k,
-        kind=settings.kind,
-        groups=groups if grouped else None,
+        kind=kind,
+        groups=groups if "group" in kind else None,
         seed=settings.seed,
         repeats=settings.repeats,
     )

@@ -204,10 +204,25 @@ KINDS: dict[str, type[Parameter]] = {
 
 
 def expand(value: object) -> Mapping[str, object]:
-    """A parameter written in full: a list is short for choices, another value for a constant."""
+    """A parameter written in full: a list is short for choices, another value for a constant.
+
+    A type that is left out follows from the other keys.
+    """
     if isinstance(value, (list, tuple)):
         return {"type": "categorical", "choices": list(value)}
-    return value if isinstance(value, Mapping) else {"type": "constant", "value": value}
+    if not isinstance(value, Mapping):
+        return {"type": "constant", "value": value}
+    kind = None if "type" in value else _obvious_type(value)
+    return value if kind is None else {"type": kind, **value}
+
+
+def _obvious_type(keys: Mapping[str, object]) -> str | None:
+    if {"low", "high"} & set(keys):
+        numbers = [keys[name] for name in ("low", "high", "step") if keys.get(name) is not None]
+        return "int" if all(isinstance(number, int) for number in numbers) else "float"
+    if "choices" in keys:
+        return "categorical"
+    return "constant" if "value" in keys else None
 
 
 def encode(choice: object) -> bool | int | float | str | None:

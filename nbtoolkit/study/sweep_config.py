@@ -134,8 +134,9 @@ class FoldConfig(Section):
     """The number of folds. null: no folds; the training function splits the data itself. To make
     the folds, nbtoolkit takes the targets from the call (`nb.sweep(..., targets=y)`), or else from
     the function `load()` in the module of the training function."""
-    kind: FoldKind = "stratified"
-    """How the samples are divided into folds; see `nb.make_folds`."""
+    kind: FoldKind | None = None
+    """How the samples are divided into folds; see `nb.make_folds`. null: `group` if there are
+    groups, otherwise `stratified`."""
     repeats: Count = 1
     """With `stratified` and `kfold`: how often the samples are divided, each time differently."""
     seed: Seed = 0

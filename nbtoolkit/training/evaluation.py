@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from nbtoolkit.config.schema import measured
 from nbtoolkit.errors import CannotPickle, FitError
 from nbtoolkit.run.paths import RunPaths, write_whole
-from nbtoolkit.run.serialization import pack_value
+from nbtoolkit.run.serialization import add_note, pack_value
 from nbtoolkit.training.loading.data import Batch, Collate, float_type, make_source
 from nbtoolkit.training.loading.epoch_order import make_order, take_apart
 from nbtoolkit.training.loading.loader import (
@@ -240,12 +240,25 @@ def predict(
         for batch, samples in loader:
             try:
                 outputs, _ = forward(module, batch)
+                rows.add(outputs, samples)
             except Exception as error:
                 if fault := type_fault(error, module, batch):
                     raise fault from error
+                if step is not None and not _is_pair(batch):
+                    add_note(error, _STEP_ADVICE)
                 raise
-            rows.add(outputs, samples)
     return in_order(gather_on_all(rows.part(), ctx.world_size))
+
+
+def _is_pair(batch: Batch) -> bool:
+    return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+
+_STEP_ADVICE = (
+    "[nbtoolkit] step was called with a batch to predict, which is not a pair (inputs, targets). "
+    "It must also take a batch without targets, and return (outputs, None): inputs, targets = "
+    "batch if isinstance(batch, (tuple, list)) else (batch, None)"
+)
 
 
 def check_context(ctx: object, function: str) -> None:
@@ -271,7 +284,7 @@ def check_context(ctx: object, function: str) -> None:
 
 def forward_pair(model: torch.nn.Module, batch: Batch) -> tuple[Batch, Batch]:
     """The default step: a batch is a pair (inputs, targets)."""
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:  # two rows, or keys, would unpack
+    if not _is_pair(batch):  # two rows, or keys, would unpack
         raise FitError(
             f"a batch is not a pair (inputs, targets) but a {type(batch).__name__}",
             allowed="data sets of pairs, or your own step",

@@ -211,6 +211,43 @@ def fits_a_loader(config: Any, ctx: Any) -> None:
     nb.fit(ctx, config, make_model(), loader, None, loss=cross_entropy)
 
 
+def fits_with_a_step(config: Any, ctx: Any) -> None:
+    def pairs(model: Any, batch: Any) -> Any:
+        inputs, targets = batch
+        return model(inputs), targets
+
+    def columns(model: Any, batch: Any) -> Any:
+        return model(batch[0]), batch[1]
+
+    def either(model: Any, batch: Any) -> Any:
+        inputs, targets = batch if isinstance(batch, (tuple, list)) else (batch, None)
+        return model(inputs), targets
+
+    data = (X[ctx.fold.train_indices], Y[ctx.fold.train_indices])
+    step = {"pairs": pairs, "columns": columns, "either": either}[config.model["step"]]
+    nb.fit(ctx, config, make_model(), data, None, loss=cross_entropy, step=step)
+
+
+@pytest.mark.parametrize("step", ["pairs", "columns"])
+def test_a_step_that_needs_labels_is_told_what_to_do_with_a_test_set(
+    step: str, tmp_path: Path
+) -> None:
+    config = settings(tmp_path, model={"step": step})
+    cv = nb.cross_validate(fits_with_a_step, config, FOLDS, display="off")
+    with pytest.raises((ValueError, FitError)) as raised:
+        cv.predict(TEST, display="off")
+    notes = "\n".join(raised.value.__notes__)
+    assert "must also take a batch without targets, and return (outputs, None)" in notes
+    assert cv.predict((TEST, torch.zeros(41)), display="off").shape == (41, 3)
+
+
+@pytest.mark.long
+def test_a_step_that_follows_the_advice_predicts_without_labels(tmp_path: Path) -> None:
+    config = settings(tmp_path, model={"step": "either"})
+    cv = nb.cross_validate(fits_with_a_step, config, FOLDS, display="off")
+    assert cv.predict(TEST, display="off").shape == (41, 3)
+
+
 @pytest.mark.long
 def test_the_collate_of_a_loader_prepares_the_test_set_too(tmp_path: Path) -> None:
     cv = nb.cross_validate(fits_a_loader, settings(tmp_path), FOLDS, display="off")

@@ -37,6 +37,7 @@ def test_a_right_submission_passes_as_a_frame_and_as_a_file(tmp_path: Path) -> N
 
 def test_whole_numbers_stand_for_fractions_and_nullable_types_for_numpys() -> None:
     nb.check_submission(right().assign(target=[1, 0, 1, 0]), SAMPLE)
+    nb.check_submission(right().assign(label=[0.25, 3e5, 1.0, 2.5]), SAMPLE)
     nb.check_submission(right().convert_dtypes(), SAMPLE)
 
 
@@ -54,7 +55,8 @@ def test_whole_numbers_stand_for_fractions_and_nullable_types_for_numpys() -> No
         (right().assign(target=[0.1, np.nan, np.nan, 1]), r"'target' has no value in 2 rows \(N"),
         (right().assign(label=[1, np.nan, 2, 3]), r"'label' has no value in 1 row \(NaN\)"),
         (right().assign(target=[0.1, np.inf, 0, 1]), "'target' is infinite in 1 row"),
-        (right().assign(label=[1.0, 0, 2, 3]), r"'label' has fractions \(float64\); the sample ha"),
+        (right().assign(id=[3.0, 1, 2, 4]), r"'id' has fractions \(float64\); the sample has who"),
+        (right().assign(label=list("abcd")), r"'label' has texts .*; the sample has whole numbers"),
         (right().assign(target=list("abcd")), r"'target' has texts .*; the sample has fractions"),
         (right().assign(target=[0.1, 1.5, -0.2, 0]), r"outside 0 to 1 in 2 rows \(-0.2 to 1.5\)"),
     ],

@@ -47,6 +47,7 @@ def test_an_unknown_attribute_of_a_fold_is_an_error_that_names_those_it_has(name
         ({"k": 3, "seed": 7}, sk.StratifiedKFold(3, shuffle=True, random_state=7)),
         ({"kind": "kfold"}, sk.KFold(5, shuffle=True, random_state=0)),
         ({"kind": "group", "groups": TEAMS}, sk.GroupKFold(5)),
+        ({"groups": TEAMS}, sk.GroupKFold(5)),
         (
             {"kind": "stratified_group", "groups": TEAMS, "seed": 3},
             sk.StratifiedGroupKFold(5, shuffle=True, random_state=3),
@@ -91,6 +92,7 @@ def test_predefined_folds_come_from_numbers_or_from_pairs() -> None:
     assert splits(by_pair) == [([3, 4], [0]), ([0, 1], [2])]
     splitter = sk.ShuffleSplit(4, random_state=0).split(EMPTY)
     assert len(nb.make_folds(CLASSES, kind="predefined", predefined=splitter)) == 4
+    assert nb.make_folds(list("aabbc"), predefined=[0, 0, 1, 1, -1]).hash == by_number.hash
 
 
 def test_indices_handed_out_are_copies_that_torch_takes_without_a_warning() -> None:
@@ -135,12 +137,15 @@ def test_folds_are_counted_indexed_and_told_apart_by_how_they_split() -> None:
         ({"k": 60, "kind": "time"}, "60 samples cannot be split .*\n.*61 samples or more"),
         ({"k": 21}, r"every class has fewer samples than k=21 folds: 0 \(20\), .*\n.*up to 20"),
         ({"kind": "group"}, "'group' needs groups"),
-        ({"groups": TEAMS}, "'stratified' does not use groups\n.*\n.*stratified_group"),
+        (
+            {"kind": "stratified", "groups": TEAMS},
+            "'stratified' does not use groups\n.*\n.*stratified_group",
+        ),
         ({"kind": "group", "groups": TEAMS[:9]}, "groups has 9 values for 60 samples"),
         ({"kind": "group", "groups": CLASSES}, "3 groups for k=5 folds\n.*\n.*k=3"),
         ({"kind": "group", "groups": TEAMS, "repeats": 2}, "'group' cannot be repeated"),
         ({"kind": "predefined"}, "'predefined' needs predefined"),
-        ({"predefined": CLASSES}, "'stratified' does not use predefined"),
+        ({"kind": "kfold", "predefined": CLASSES}, "'kfold' does not use predefined"),
     ],
 )
 def test_sweep_config_that_cannot_be_met_are_refused(arguments: dict[str, Any], said: str) -> None:

@@ -62,6 +62,7 @@ def folds_of(**settings: Any) -> FoldConfig:
         ({"k": 4, "seed": 3}, {"targets": Y}, {"k": 4, "seed": 3}),
         ({"k": 2, "repeats": 2}, {"targets": Y}, {"k": 2, "repeats": 2}),
         ({"k": 3, "kind": "group"}, {"targets": Y, "groups": GROUPS}, {"k": 3, "kind": "group"}),
+        ({"k": 3}, {"targets": Y, "groups": GROUPS}, {"k": 3, "kind": "group"}),
         ({"k": 3, "kind": "kfold"}, {"targets": 24}, {"k": 3, "kind": "kfold"}),
         ({"k": 3, "kind": "time"}, {"targets": 24}, {"k": 3, "kind": "time"}),
     ],

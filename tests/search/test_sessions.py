@@ -8,6 +8,8 @@ import pytest
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
+from nbtoolkit.run.paths import RunPaths, write_json
+from nbtoolkit.search.submit import complete, unfinished
 from nbtoolkit.worker.context import RunContext
 
 SPACE = {
@@ -42,6 +44,66 @@ def test_a_resumed_sweep_counts_what_is_done_and_repeats_nothing(
     assert "trial 3 " in said[2]
     assert not any(f"trial {number} " in said[2] for number in range(3))
     assert "4 of 4 trials" in said[2]
+
+
+def test_a_complete_sweep_is_shown_again_and_not_run_again(
+    config: Config, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first = nb.sweep(train, config, SPACE, n_trials=2, display="text")
+    printed = capfd.readouterr().out
+    events = first.paths.events.read_bytes()
+    again = nb.sweep(train, config, SPACE, n_trials=2, display="text")
+    fewer = nb.sweep(train, config, SPACE, n_trials=1, display="off", wait=False).result()
+    assert again.paths.folder == fewer.paths.folder == first.paths.folder
+    assert again.best_params == first.best_params
+    assert first.paths.events.read_bytes() == events
+    shown = capfd.readouterr().out
+    assert "it is complete and shown again; resume='never' runs a new one" in shown
+    trials = [line for line in printed.splitlines() if line.startswith("trial ")]
+    assert [line for line in shown.splitlines() if line.startswith("trial ")] == trials
+    new = nb.sweep(train, config, SPACE, n_trials=2, display="off", resume="never")
+    assert new.paths.folder != first.paths.folder
+    latest = nb.sweep(train, config, SPACE, n_trials=2, display="off")
+    assert latest.paths.folder == new.paths.folder
+
+
+@pytest.mark.parametrize(
+    ("asked", "done"),
+    [
+        ({"total": 4}, True),
+        ({"total": 3, "timeout": 90.0}, True),
+        ({"total": 5}, False),
+        ({"timeout": 60.0}, False),
+        ({}, False),
+    ],
+)
+def test_a_sweep_is_complete_unless_more_trials_are_asked_for(
+    asked: dict[str, float], done: bool, tmp_path: Path
+) -> None:
+    check_complete({"total": 4, "timeout": 60.0}, asked, done, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "done"),
+    [({"timeout": 60.0}, True), ({"timeout": 61.0}, False), ({}, False), ({"total": 4}, False)],
+)
+def test_a_sweep_that_only_time_has_limited_is_complete_unless_there_is_more_time(
+    asked: dict[str, float], done: bool, tmp_path: Path
+) -> None:
+    check_complete({"total": None, "timeout": 60.0}, asked, done, tmp_path)
+
+
+def check_complete(
+    before: dict[str, float | None], asked: dict[str, float], done: bool, folder: Path
+) -> None:
+    same = {"kind": "sweep", "fingerprint": "f"}
+    paths = RunPaths.create(folder, "sweep")
+    write_json(paths.versions, {**same, **before})
+    write_json(paths.result, {"status": "completed"})
+    identity = {**same, "total": None, "timeout": None, **asked}
+    found = complete(folder, identity)
+    assert (found is not None) == done
+    assert len(list(unfinished(folder, identity))) == (not done)
 
 
 def test_a_report_has_the_curves_and_the_throughput_of_the_folds(config: Config) -> None:

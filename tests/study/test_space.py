@@ -109,10 +109,30 @@ def test_a_space_reads_back_what_it_writes() -> None:
     assert Space(space.to_dict()).to_dict() == space.to_dict()
 
 
+@pytest.mark.parametrize(
+    ("short", "kind"),
+    [
+        ({"low": 1e-4, "high": 1e-1, "log": True}, "float"),
+        ({"low": 1, "high": 10.0}, "float"),
+        ({"low": 0, "high": 1, "step": 0.25}, "float"),
+        ({"low": 16, "high": 512, "log": True}, "int"),
+        ({"low": 1, "high": 9, "step": 2}, "int"),
+        ({"choices": ["a", "b"]}, "categorical"),
+        ({"value": 3}, "constant"),
+    ],
+)
+def test_a_type_that_is_left_out_follows_from_the_other_keys(
+    short: dict[str, object], kind: str
+) -> None:
+    whole = Space({"model.a": {"type": kind, **short}, "model.b": [1, 2]})
+    assert Space({"model.a": short, "model.b": [1, 2]}).to_dict() == whole.to_dict()
+
+
 WRONG = {
     "type: 'flot' is not known(.|\n)*'float'": {"type": "flot", "low": 0, "high": 1},
     "has no type(.|\n)*write `optim.lr.inner:`": {"inner": {"type": "float"}},
     "has no high": {"type": "float", "low": 0.1},
+    "has no low": {"high": 0.1},
     "low: 'a' is not allowed(.|\n)*a number": {"type": "float", "low": "a", "high": 1},
     "low: True is not allowed": {"type": "float", "low": True, "high": 1},
     "low: 0.5 is not allowed(.|\n)*a whole number": {"type": "int", "low": 0.5, "high": 1},
