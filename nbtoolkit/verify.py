@@ -27,6 +27,7 @@ from nbtoolkit.run.events import EventReader, MetricsLogged, MetricsReported
 from nbtoolkit.run.paths import read_json
 from nbtoolkit.training.loading.sampler import read_samples
 from nbtoolkit.worker.metric_values import numbers_and_step
+from nbtoolkit.worker.random_numbers import read_draws
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,8 +54,9 @@ class Comparison:
         metrics: the largest difference of each reported metric.
         weights: the largest difference of a weight in the last checkpoints; None: there are no
             checkpoints.
-        inexact: layers and GPU kernels that cannot give exactly equal results, with the reason:
-            they depend on the ranks, on random numbers, or on the order in which the GPU adds.
+        inexact: layers, random generators and GPU kernels that cannot give exactly equal results,
+            with the reason: they depend on the ranks, on random numbers, or on the order in which
+            the GPU adds.
     """
 
     what: str
@@ -263,6 +265,7 @@ def _compare(
     reports, other_reports = _reports(run), _reports(other)
     losses, other_losses = _losses(run), _losses(other)
     inexact: dict[str, str] = read_json(run.paths.layers) or {}
+    inexact |= read_draws(other.paths)
     if run.plan.device_type == "cuda":
         # Two equal runs differ: on an H100, convolutions in fp32 by 6e-8 after 40 steps.
         inexact["the GPU's kernels"] = (

@@ -86,6 +86,7 @@ class RunPaths:
     tracking = _File("tracking.json")
     """How far tracking has read the events (JSON)."""
     layers = _File("samples/layers.json")
+    draws = _File("samples/draws.jsonl")
     """Layers whose results depend on the ranks, with the reason (tracking.record_samples)."""
     predictor = _File("predictor.pkl")
     """What predicts a test set with the model of a fold (pickled; ``cv.predict`` reads it)."""

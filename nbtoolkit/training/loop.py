@@ -47,7 +47,6 @@ from nbtoolkit.training.train_state import (
     check_monitor,
     gather_random_states,
     restore_random_state,
-    seed_rank,
 )
 
 if TYPE_CHECKING:
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.worker.context import RunContext
+from nbtoolkit.worker.random_numbers import seed_rank
 
 
 def fit(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.config.validation import resolve
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.loading.sampler import derive_seed, seed_generators
 from nbtoolkit.training.sync import LogPoint, LossSum
 from nbtoolkit.worker.collectives import gather_on_all
 
@@ -285,15 +284,6 @@ class MetricLogger:
 
 RandomState: TypeAlias = dict[str, Any]
 """The states of one rank's generators: tensors and plain values."""
-
-
-def seed_rank(device: torch.device, *parts: object) -> None:
-    """Seed this rank's generators: the global ones of the CPU, and ``device``'s, by ``parts``."""
-    import torch
-
-    seed_generators(*parts)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(derive_seed(*parts))
 
 
 def gather_random_states(device: torch.device, ranks: int) -> list[RandomState]:

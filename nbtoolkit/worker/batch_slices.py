@@ -78,7 +78,6 @@ _LOADER_OPTIONS = (
     "collate_fn",
     "pin_memory",
     "timeout",
-    "worker_init_fn",
     "multiprocessing_context",
     "prefetch_factor",
     "persistent_workers",
@@ -134,6 +133,7 @@ def slice_loader(
             batch_sampler=sampler,
             # Else accelerate assumes that the last batch is padded.
             _drop_last=True,
+            worker_init_fn=ctx.draws.watched(loader.worker_init_fn),
             **{name: getattr(loader, name) for name in _LOADER_OPTIONS},
         )
     prepared.sampler = loader.sampler  # scripts call loader.sampler.set_epoch
@@ -166,6 +166,7 @@ class RankBatchSampler:
         samples: int | None = None,
     ) -> None:
         self._rank, self._ranks = ctx.rank, ctx.world_size
+        self._draws = ctx.draws.add_loader()
         self._batches, self._epoch = epoch, 0
         self.shares = Shares(_expected(size, samples, self._ranks))
         self._length = _slice_count(size, length, samples, self._ranks)
@@ -178,6 +179,8 @@ class RankBatchSampler:
         return self._length
 
     def __iter__(self) -> Iterator[list[int]]:
+        # A DataLoader calls this before it draws the seed of its workers.
+        self._draws.begin_pass(self._epoch)
         batches = self._batches(self._epoch)
         return _slices(
             batches, self._rank, self._ranks, self.shares, size=len, join=list.__add__, part=_items
@@ -318,9 +321,17 @@ def _batch_slices(
     def join(first: object, second: object) -> object:
         return concatenate([first, second])
 
+    draws = ctx.draws.add_loader()
+
     class Slices(IterableDataset):  # type: ignore[type-arg]
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
         def __iter__(self) -> Iterator[object]:
-            batches = _checked(ctx, loader)
+            draws.begin_pass(self.epoch)
+            batches = _checked(ctx, draws.in_common(loader, self.epoch))
             return _slices(
                 batches, ctx.rank, ctx.world_size, shares, size=_size, join=join, part=_part
             )

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nbtoolkit.run.payload import JobSpec
     from nbtoolkit.run.rank_check import SteppedOptimizers, Weights
     from nbtoolkit.worker.first_step import FirstStep
+    from nbtoolkit.worker.random_numbers import RankDraws
 
 _FOLD_UNREAD = (
     "the training function has ended without reading ctx.fold: every fold trains on the same "
@@ -77,6 +78,7 @@ class RunContext:
         self._accelerator: Accelerator | None = None
         self._optimizers: SteppedOptimizers | None = None
         self._first_step: FirstStep | None = None
+        self._draws: RankDraws | None = None
 
     if not TYPE_CHECKING:  # else type checkers would accept any attribute
 
@@ -349,6 +351,15 @@ class RunContext:
         plain: torch.nn.Module = self.accelerator.unwrap_model(model)
         return plain
 
+    @property
+    def draws(self) -> RankDraws:
+        """The random numbers of this rank's own loop."""
+        if self._draws is None:
+            from nbtoolkit.worker.random_numbers import RankDraws
+
+            self._draws = RankDraws(self)
+        return self._draws
+
     def watch_losses(self, model: torch.nn.Module) -> None:
         """Warn of a loss in the first training step that depends on the number of ranks.
 
@@ -372,6 +383,8 @@ class RunContext:
 
     def close(self) -> None:
         """Undo what this context has changed in torch; called after the training function."""
+        if self._draws is not None:
+            self._draws.close()
         if self._optimizers is not None:
             self._optimizers.close()
         if self._first_step is not None:

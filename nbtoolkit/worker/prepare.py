@@ -85,6 +85,7 @@ def make_accelerator(ctx: RunContext) -> Accelerator:
         gather_object,
         recursively_apply,
     )
+    from torch import nn
 
     from nbtoolkit.worker.even_steps import EvenSteps
 
@@ -98,7 +99,9 @@ def make_accelerator(ctx: RunContext) -> Accelerator:
         """
 
         def prepare(self, *args: Any, **options: Any) -> Any:
-            return super().prepare(*prepared_inputs(ctx, args, even_steps), **options)
+            prepared = super().prepare(*prepared_inputs(ctx, args, even_steps), **options)
+            ctx.draws.prepared(item for item in args if isinstance(item, nn.Module))
+            return prepared
 
         def prepare_model(
             self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False

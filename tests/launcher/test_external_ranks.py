@@ -242,12 +242,12 @@ def test_srun_tasks_find_each_other_and_a_signal_to_one_lets_all_leave(tmp_path:
 LEAVES = """
 import os, sys
 import torch.distributed as dist
-from nbtoolkit.launcher.in_process import _leave_group
+from nbtoolkit.worker.process_group import leave_group
 for turn in range(10):
     meet = f"file://{sys.argv[2]}/{turn}"
     dist.init_process_group("gloo", init_method=meet, rank=int(sys.argv[1]), world_size=2)
     dist.broadcast_object_list([list(range(50))], src=0)
-    _leave_group()
+    leave_group()
 print("left")
 """
 

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import nbtoolkit as nb
@@ -108,6 +109,30 @@ def test_parity_of_a_loop_of_ones_own_sees_its_losses() -> None:
     found = nb.verify.parity(own_loop, config(), processes=2)
     assert (found.steps, found.loss, found.weights) == (None, 8.0, 8.0)
     assert "unknown: the function does not call nb.fit" in str(found)
+
+
+def augments(config: Any, ctx: Any) -> None:
+    """An own loop over a data set that draws in two workers, with dropout."""
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    model: Any = nn.Sequential(nn.Linear(6, 3), nn.Dropout())
+    loader: Any = DataLoader(Points(24), batch_size=12, num_workers=2)
+    model, loader = ctx.prepare(model, loader)
+    for step, (inputs, targets) in enumerate(loader):
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        ctx.log({"loss": loss.item() + np.random.rand()}, step=step)
+
+
+def test_parity_names_the_draws_that_differ_between_the_ranks_of_an_own_loop() -> None:
+    found = nb.verify.parity(augments, config(), processes=2)
+    assert not found.passed
+    differ = "drawn from in the loop: different numbers on every rank"
+    assert found.inexact == {
+        "1 (Dropout)": "draws random numbers, different ones on every rank",
+        "NumPy's generator": differ,
+        "torch's generator": differ,
+    }
 
 
 def reports_and_returns(config: Any, ctx: Any) -> float:

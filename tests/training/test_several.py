@@ -17,7 +17,8 @@ from torch.optim.lr_scheduler import StepLR
 
 import nbtoolkit as nb
 from nbtoolkit.errors import CheckpointError, FitError, WorkerDied
-from nbtoolkit.training.loading.sampler import GlobalBatchSampler, derive_seed
+from nbtoolkit.training.loading.sampler import GlobalBatchSampler
+from nbtoolkit.worker.random_numbers import derive_seed
 
 # --- PyTorch's DCGAN tutorial --------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias,
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.serialization import PackedError, add_note, pack_error, unpack_error
-from nbtoolkit.training.loading.sampler import preserve_random_state, seed_sample
+from nbtoolkit.training.loading.sampler import seed_sample
+from nbtoolkit.worker.random_numbers import preserve_random_state
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,9 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from nbtoolkit.errors import FitError, some_names
-from nbtoolkit.training.loading.sampler import derive_seed, preserve_random_state, seed_sample
+from nbtoolkit.training.loading.sampler import seed_sample
 from nbtoolkit.worker.collectives import broadcast
+from nbtoolkit.worker.random_numbers import derive_seed, preserve_random_state
 
 if TYPE_CHECKING:
     import numpy as np

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -17,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.worker.random_numbers import derive_seed, seed_generators
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,26 +214,7 @@ def shard(size: int, rank: int, ranks: int) -> tuple[int, int]:
     return -(-size * rank // ranks), -(-size * (rank + 1) // ranks)
 
 
-def derive_seed(*parts: object) -> int:
-    """A 63-bit seed that is a function of ``parts``; other parts give an unrelated seed."""
-    text = ":".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
 # --- random numbers of a sample ---
-
-
-def seed_generators(*parts: object) -> None:
-    """Seed Python's, NumPy's and torch's global generators (the CPU's) by ``parts``."""
-    import numpy as np
-    import torch
-
-    seed = derive_seed(*parts)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    # torch.manual_seed would also seed the GPU's generator, which dropout draws from; without a GPU
-    # in use it queues the call, with its stack, until there is one: 1.4 ms, and kept for ever.
-    torch.default_generator.manual_seed(seed)
 
 
 def seed_sample(seed: int, epoch: int, sample: int) -> None:
@@ -244,24 +223,6 @@ def seed_sample(seed: int, epoch: int, sample: int) -> None:
     Its random numbers then depend on (seed, epoch, sample), not on the process that loads it.
     """
     seed_generators(seed, "sample", epoch, sample)
-
-
-@contextmanager
-def preserve_random_state() -> Iterator[None]:
-    """Restore this process's generators after a block that draws or seeds (takes 70 us).
-
-    The model's own draws (dropout) then do not depend on where, and how far ahead, samples load.
-    """
-    import numpy as np
-    import torch
-
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
 
 
 # --- the record of the samples (``tracking.record_samples``) ---
