@@ -285,13 +285,26 @@ def check_context(ctx: object, function: str) -> None:
 def forward_pair(model: torch.nn.Module, batch: Batch) -> tuple[Batch, Batch]:
     """The default step: a batch is a pair (inputs, targets)."""
     if not _is_pair(batch):  # two rows, or keys, would unpack
-        raise FitError(
-            f"a batch is not a pair (inputs, targets) but a {type(batch).__name__}",
-            allowed="data sets of pairs, or your own step",
-            do="pass step=lambda model, batch: (model(batch['x']), batch['y']) to fit",
-        )
+        raise _not_a_pair(batch)
     inputs, targets = batch
     return model(inputs), targets
+
+
+def _not_a_pair(batch: Batch) -> FitError:
+    what = f"a batch is not a pair (inputs, targets) but a {type(batch).__name__}"
+    if isinstance(batch, (tuple, list)) and len(batch) > 2:
+        return FitError(
+            f"{what} of {len(batch)} parts",
+            allowed="data sets of pairs, whose inputs may be a tuple; or your own step",
+            do="let the collate function, or the data set, return ((x, lengths), y): the model's "
+            "forward gets the tuple (x, lengths); or pass step=lambda model, batch: "
+            "(model(*batch[:-1]), batch[-1]) to fit",
+        )
+    return FitError(
+        what,
+        allowed="data sets of pairs, or your own step",
+        do="pass step=lambda model, batch: (model(batch['x']), batch['y']) to fit",
+    )
 
 
 def forward_inputs(model: torch.nn.Module, batch: Batch) -> tuple[Batch, None]:

@@ -247,6 +247,55 @@ def test_columns_that_are_not_numbers_are_named(tmp_path: Path) -> None:
         fitted(configured(tmp_path), (INPUTS[:4], labels), None)
 
 
+def padded(samples: list[Any]) -> Any:
+    rows, labels = zip(*samples, strict=True)
+    return torch.stack(rows), torch.full((len(rows),), 3), torch.stack(labels)
+
+
+@pytest.mark.parametrize(
+    ("data", "collate"),
+    [
+        ((INPUTS, LABELS, LABELS), None),
+        (TensorDataset(INPUTS, LABELS, LABELS), None),
+        ((INPUTS, LABELS), padded),
+    ],
+)
+def test_a_batch_of_three_tensors_gets_the_form_that_a_collate_function_returns(
+    tmp_path: Path, data: Any, collate: Any
+) -> None:
+    what = (
+        r"not a pair \(inputs, targets\) but a (tuple|list) of 3 parts[\s\S]*collate function"
+        r"[\s\S]*return \(\(x, lengths\), y\)[\s\S]*model\(\*batch\[:-1\]\), batch\[-1\]"
+    )
+    with pytest.raises(FitError, match=what):
+        fitted(configured(tmp_path), data, None, collate=collate)
+
+
+def test_the_form_and_the_step_of_this_error_train(tmp_path: Path) -> None:
+    class Cut(nn.Linear):
+        def forward(self, batch: Any, lengths: Any = None) -> torch.Tensor:
+            x, lengths = batch if lengths is None else (batch, lengths)
+            return super().forward(x * (torch.arange(3) < lengths[:, None]))
+
+    def pairs(samples: list[Any]) -> Any:
+        x, lengths, y = padded(samples)
+        return (x, lengths), y
+
+    def train(config: nb.Config, ctx: nb.RunContext) -> Any:
+        losses = []
+        for more in (
+            {"collate": pairs},
+            {"collate": padded, "step": lambda model, batch: (model(*batch[:-1]), batch[-1])},
+        ):
+            torch.manual_seed(0)
+            data, loss = (INPUTS, LABELS), functional.cross_entropy
+            losses.append(nb.fit(ctx, config, Cut(3, 2), data, data, loss=loss, **more)["val_loss"])
+        return losses
+
+    one, other = nb.launch(train, configured(tmp_path), start="inline", display="off").value
+    assert one == other
+
+
 # --- results, contexts and configurations ---
 
 
