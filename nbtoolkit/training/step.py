@@ -32,6 +32,7 @@ from nbtoolkit.training.optim.loss_parameters import loss_parameters, trained_lo
 from nbtoolkit.training.optim.optimizer import GivenOptimizer, make_user_optimizer
 from nbtoolkit.training.optim.schedule import GivenSchedule, Schedule, make_user_schedule
 from nbtoolkit.training.optim.scheduled import ScheduledOptimizer
+from nbtoolkit.training.shapes import check_shapes
 from nbtoolkit.training.strategy import average_gradients, make_strategy
 
 if TYPE_CHECKING:
@@ -357,6 +358,8 @@ class TrainStep:
         outputs, targets, returned, weight = self._compute(model, batch)
         samples = micro_batch.rows
         if not self._detected:
+            if self._reduced.reduction is not Reduction.BATCH:
+                check_shapes(outputs, targets, returned)
             whole = self._reduced.reduce(returned, samples, weight)
             with self._autocast:
                 self._reduced.detect(outputs, targets, micro_batch.samples, whole, self._data_ranks)
