@@ -39,7 +39,7 @@ class JobListener:
     Attributes:
         reported: receives a report; may return the status to leave with.
         announced: receives the names of the metrics that will be reported.
-        unread: receives a warning about settings without effect.
+        unread: receives a warning about how the function uses its settings, folds and loaders.
     """
 
     reported: Callable[[Mapping[str, float], int | None], str | None]
@@ -269,9 +269,9 @@ class RunSupervisor:
     ) -> None:
         worker_group.note(rank, message)
         listener = self._listener
-        if isinstance(message, messages.SettingsUnread) and listener is not None:
+        if isinstance(message, messages.UsageWarning) and listener is not None:
             listener.unread(message.text)
-        elif isinstance(message, (Event, messages.SettingsUnread)):
+        elif isinstance(message, (Event, messages.UsageWarning)):
             record_statement(self.record, message)
             if isinstance(message, MetricsReported):
                 self._judge(message)

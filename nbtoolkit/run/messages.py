@@ -81,8 +81,8 @@ class LongOperation(Statement):
     entered: bool
 
 
-class SettingsUnread(Statement):
-    """A warning of settings that had no effect on the function."""
+class UsageWarning(Statement):
+    """A warning of how the function uses settings, folds, loaders; a search gives it once."""
 
     text: str
 

@@ -141,7 +141,7 @@ def record_statement(record: RunRecord, message: messages.Statement) -> None:
             record.saved(message.path, message.step, message.kind)
         case NoteAdded():
             record.note(message.text, message.level)
-        case messages.SettingsUnread():
+        case messages.UsageWarning():
             record.note(message.text, "warning")
 
 

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from nbtoolkit.run.rank_check import SteppedOptimizers, Weights
     from nbtoolkit.worker.first_step import FirstStep
     from nbtoolkit.worker.random_numbers import RankDraws
+    from nbtoolkit.worker.undivided import UndividedLoaders
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 _FOLD_UNREAD = (
     "the training function has ended without reading ctx.fold: every fold trains on the same "
@@ -49,7 +52,6 @@ class RunContext:
         config: the configuration of the run, with all settings.
         plan: the plan of this launch, with reasons.
         paths: the run's folder and its files.
-        rank: the number of this rank, from 0 to ``world_size - 1``.
         local_rank: the number of this rank on its machine, and the index of its device.
         world_size: the number of ranks.
         device: the ``torch.device`` of this rank.
@@ -69,7 +71,7 @@ class RunContext:
         world_size: int = 1,
     ) -> None:
         self.config, self.plan, self.paths = job.config, job.plan, job.paths
-        self.rank, self.local_rank, self.world_size = rank, local_rank, world_size
+        self._rank, self.local_rank, self.world_size = rank, local_rank, world_size
         self.deadline = job.deadline
         self._fold, self._fold_read = job.fold, False
         self._params: dict[str, Any] = dict(job.params)
@@ -79,6 +81,7 @@ class RunContext:
         self._optimizers: SteppedOptimizers | None = None
         self._first_step: FirstStep | None = None
         self._draws: RankDraws | None = None
+        self._loaders: UndividedLoaders | None = None
 
     if not TYPE_CHECKING:  # else type checkers would accept any attribute
 
@@ -88,9 +91,16 @@ class RunContext:
             raise AttributeError(f"the run context has no attribute {name!r}")
 
     @property
+    def rank(self) -> int:
+        """The number of this rank, from 0 to ``world_size - 1``."""
+        if self._loaders is not None and not _called_here():
+            self._loaders.divide()  # the user's code may divide the samples by it
+        return self._rank
+
+    @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
-        return self.rank == 0
+        return self._rank == 0
 
     @property
     def fold(self) -> Fold | None:
@@ -213,6 +223,7 @@ class RunContext:
         If a rank runs out of memory inside this loop, nbtoolkit may start the run again with more
         accumulation steps.
         """
+        self.divides_samples()
         self._channel.send(messages.Accumulates(entered=entered))
 
     def raise_if_stopped(self, *, reserve: float = 0.0) -> None:
@@ -267,7 +278,7 @@ class RunContext:
             self._channel.send(NoteAdded(text=text, level=level))
 
     def warn_unused_settings(self, reads: set[str]) -> None:
-        """Warn if the training function has not read its fold, or a setting that was changed.
+        """Warn of a fold or a changed setting that was not read, and of undivided samples.
 
         Args:
             reads: the settings that the function has read.
@@ -279,8 +290,13 @@ class RunContext:
             searched_in_vain(self.config, reads, self._params),
             _FOLD_UNREAD if self._fold is not None and not self._fold_read else None,
         ]
+        if self._loaders is not None and self.weights():
+            texts.append(self._loaders.warning(self.world_size))
         for text in filter(None, texts):
-            self._channel.send(messages.SettingsUnread(text=text))
+            self._warn(text)
+
+    def _warn(self, text: str) -> None:
+        self._channel.send(messages.UsageWarning(text=text))
 
     def note_saved(self, path: str | os.PathLike[str], step: int | None, kind: str) -> None:
         """Record a checkpoint of rank 0 that :meth:`save` did not write; any thread may call it."""
@@ -380,6 +396,15 @@ class RunContext:
         It does nothing if ``runtime.compare_ranks`` is off.
         """
         self._optimizers = track_optimizers(self.config, self.plan.data_ranks)
+        if self._optimizers is not None and self.is_main:
+            from nbtoolkit.worker.undivided import UndividedLoaders
+
+            self._loaders = UndividedLoaders(self._warn)
+
+    def divides_samples(self) -> None:
+        """Note that something divides the samples among the ranks, so that no warning follows."""
+        if self._loaders is not None:
+            self._loaders.divide()
 
     def close(self) -> None:
         """Undo what this context has changed in torch; called after the training function."""
@@ -387,6 +412,8 @@ class RunContext:
             self._draws.close()
         if self._optimizers is not None:
             self._optimizers.close()
+        if self._loaders is not None:
+            self._loaders.close()
         if self._first_step is not None:
             self._first_step.close()
 
@@ -453,10 +480,14 @@ class RunContext:
         return f"RunContext(rank={rank}, device={self.device}, run={self.paths.run_id})"
 
 
+def _called_here() -> bool:
+    """Whether the caller of this function was called by this package."""
+    return sys._getframe(2).f_code.co_filename.startswith(_PACKAGE)
+
+
 def _caller() -> str:
     """File and line of the user's call: the innermost frame outside this package."""
     frame = sys._getframe(1)
-    here = os.path.dirname(os.path.dirname(__file__))
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(here):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

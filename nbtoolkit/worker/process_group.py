@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -45,6 +46,7 @@ def torchrun_conditions(ctx: RunContext) -> Iterator[None]:
         init = _accepting(c10d.init_process_group, alone=alone)
         _replace(stack, "init_process_group", init)
         _replace(stack, "destroy_process_group", _leaving(c10d.destroy_process_group))
+        _replace(stack, "get_rank", _noting(c10d.get_rank, ctx))
         if alone:
             backend = "gloo" if ctx.plan.device_type == "cpu" else "cpu:gloo,cuda:nccl"
             form = _forming(c10d._get_default_group, partial(init, backend))
@@ -160,6 +162,19 @@ def _forming(get: Callable[[], ProcessGroup], form: Callable[[], None]) -> Calla
         return get()
 
     return forming
+
+
+def _noting(get: Callable[..., int], ctx: RunContext) -> Callable[..., int]:
+    """``get_rank`` that notes a call of the user's code, which may divide the samples by it."""
+
+    @wraps(get)
+    def noting(*args: Any, **options: Any) -> int:
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        if caller.partition(".")[0] not in ("torch", "accelerate", "nbtoolkit"):
+            ctx.divides_samples()
+        return get(*args, **options)
+
+    return noting
 
 
 def _check_agrees(arguments: Mapping[str, Any]) -> None:

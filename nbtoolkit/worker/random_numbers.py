@@ -115,6 +115,7 @@ class RankDraws:
 
     def add_loader(self) -> LoaderDraws:
         """The random numbers of a further loader."""
+        self._ctx.divides_samples()
         self._loaders += 1
         return LoaderDraws(self._ctx, self, self._loaders)
 
