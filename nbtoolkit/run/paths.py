@@ -29,6 +29,7 @@ import fcntl
 import json
 import os
 import re
+import reprlib
 import secrets
 import stat
 import time
@@ -36,7 +37,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, Any, Literal, TypedDict, cast
+from types import UnionType
+from typing import (
+    IO,
+    Any,
+    Literal,
+    TypedDict,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from nbtoolkit.errors import LaunchError, RunFileError, RunFolderError
 
@@ -327,6 +340,41 @@ def read_record(path: Path) -> dict[str, object] | None:
     return value
 
 
+def typed_record(path: Path, kind: type) -> dict[str, object] | None:
+    """Like :func:`read_record`, if its values have the types of a TypedDict.
+
+    Raises:
+        RunFileError: it is damaged, has a value of another type, or is another user's.
+    """
+    record = read_record(path)
+    if record is None:
+        return None
+    with reading(path):
+        for name, hint in get_type_hints(kind).items():
+            if name in record and not _fits(record[name], hint):
+                raise TypeError(f"{name} is {reprlib.repr(record[name])}, of another type")
+    return record
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value of JSON has the type of an annotation."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in arguments)
+    if is_typeddict(hint):
+        hints = get_type_hints(hint)
+        return isinstance(value, dict) and all(
+            _fits(part, hints[name]) for name, part in value.items() if name in hints
+        )
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(part, arguments[1]) for part in value.values())
+    if hint is float:
+        return isinstance(value, (int, float))
+    return isinstance(value, str if origin is Literal else hint)
+
+
 def read_or_empty(path: Path) -> dict[str, object]:
     """The JSON object in a file; empty if the file is missing or cannot be read."""
     try:
@@ -338,6 +386,15 @@ def read_or_empty(path: Path) -> dict[str, object]:
 Status = Literal["completed", "pruned", "stopped", "deadline"]
 
 
+class SearchSummary(TypedDict, total=False):
+    """What a search adds to its result; the best trial is a sweep's with one metric."""
+
+    best: int | None
+    best_value: float | None
+    best_params: dict[str, Any] | None
+    counts: dict[str, int]
+
+
 class ResultRecord(TypedDict, total=False):
     """The content of ``result.json``; ``summary`` is a search's."""
 
@@ -346,7 +403,7 @@ class ResultRecord(TypedDict, total=False):
     seconds: float
     processes: int
     checkpoint: str | None
-    summary: dict[str, Any]
+    summary: SearchSummary
 
 
 def read_result(paths: RunPaths) -> ResultRecord | None:
@@ -355,7 +412,7 @@ def read_result(paths: RunPaths) -> ResultRecord | None:
     Raises:
         RunFileError: it is damaged, or another user's.
     """
-    return cast("ResultRecord | None", read_record(paths.result))
+    return cast("ResultRecord | None", typed_record(paths.result, ResultRecord))
 
 
 TRASH = ".trash"

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from nbtoolkit.errors import ResumeError
+from nbtoolkit.errors import ResumeError, RunFileError
 from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
 from nbtoolkit.run.fingerprint import function_name, source_hash
-from nbtoolkit.run.paths import KIND_NAMES, Kind, RunPaths, kind_of, read_or_empty, runs_in
+from nbtoolkit.run.paths import KIND_NAMES, Kind, RunPaths, kind_of, runs_in, typed_record
 from nbtoolkit.version import __version__
 
 _LIBRARIES = ("torch", "accelerate", "numpy", "pydantic", "mlflow", "transformers")
@@ -40,8 +40,11 @@ class VersionsRecord(TypedDict, total=False):
 
 
 def read_versions(paths: RunPaths) -> VersionsRecord:
-    """The content of ``versions.json``; empty if it is missing or cannot be read."""
-    return cast("VersionsRecord", read_or_empty(paths.versions))
+    """The content of ``versions.json``; empty if it is missing, damaged or cannot be read."""
+    try:
+        return cast("VersionsRecord", typed_record(paths.versions, VersionsRecord) or {})
+    except RunFileError:
+        return {}
 
 
 def why_not_resumed(

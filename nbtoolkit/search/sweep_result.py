@@ -62,7 +62,7 @@ class SweepResult:
         with reading(paths.result):
             self.status: Status = ended["status"]
             self.seconds: float = ended["seconds"]
-            self.summary: dict[str, Any] = ended["summary"]
+            self.summary = cast("dict[str, Any]", ended["summary"])
             self.best_value: float | None = self.summary["best_value"]
             self.best_params: dict[str, Any] = self.summary["best_params"] or {}
             self.best_trial: int | None = self.summary["best"]

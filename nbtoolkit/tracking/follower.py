@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,8 @@ from nbtoolkit.tracking.tracker import (
 
 MakeTrackers = Callable[[RunStarted, bool, TrackerState], list[Tracker]]
 """(the attempt's first event, whether all events follow, the kept state) -> the trackers."""
+
+_SHORT = 500  # characters of an error for which a block of 4 KB always has room
 
 _BATCH = 1000  # events; tracking.json is written after each batch
 
@@ -67,6 +70,8 @@ class Follower:
         self._jobs = _Jobs(paths.folder, self._follow_job)
         if self._reader.offset:
             self._resume()
+        else:
+            self._save(0)  # so that an error has a place even if the disk becomes full
 
     def poll(self) -> bool:
         """Write new events.
@@ -86,9 +91,15 @@ class Follower:
 
     def failed(self, error: str) -> None:
         """Write to the run's folder why it is not tracked."""
-        with contextlib.suppress(OSError):  # the disk may be what failed
-            saved = read_or_empty(self._paths.tracking)
-            write_json(self._paths.tracking, {**saved, "done": False, "error": error})
+        saved = {**read_or_empty(self._paths.tracking), "done": False, "error": error}
+        try:
+            write_json(self._paths.tracking, saved)
+        except OSError:
+            # The disk is full. A short text has room in the block that the file takes already.
+            text = json.dumps({**saved, "error": error[:_SHORT]})
+            with contextlib.suppress(OSError), self._paths.tracking.open("r+") as file:
+                file.write(text)
+                file.truncate()
 
     def close(self) -> None:
         """Release the folder."""

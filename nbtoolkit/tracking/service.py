@@ -39,7 +39,8 @@ POLL = 0.5
 GRACE = 10.0
 """Seconds to write what is left when the other end has closed."""
 
-_ERROR_LENGTH = 4000  # MLflow's errors repeat the whole batch; a packet has 64 KB
+_ERROR_LENGTH = 4000  # a packet has 64 KB
+_STATEMENT = "\n[SQL:"  # from here on, SQLAlchemy's errors repeat the whole batch
 
 # Set in this process only.
 _OWN_VARIABLES = {
@@ -141,7 +142,7 @@ class Service:
         except Exception as error:
             if not isinstance(error, NbtoolkitError):  # whose message is complete
                 traceback.print_exc()
-            text = f"{type(error).__name__}: {error}"[:_ERROR_LENGTH]
+            text = f"{type(error).__name__}: {error}".partition(_STATEMENT)[0][:_ERROR_LENGTH]
             if folder in self._followers:
                 self._followers[folder].failed(text)
             self._remove(folder)

@@ -97,7 +97,37 @@ def _folder(file: Path) -> None:
     file.mkdir()
 
 
+def _other_types(value: Any, kind: type | tuple[type, ...], new: Any) -> Any:
+    """A JSON value in which each value of this type below the top is another one."""
+    if isinstance(value, dict):
+        return {name: _other_types(part, kind, new) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_other_types(part, kind, new) for part in value]
+    return new if isinstance(value, kind) and not isinstance(value, bool) else value
+
+
+def _retype(file: Path, kind: type | tuple[type, ...], new: Any) -> None:
+    """Edit a JSON file, or each line of one, by hand; events keep their types."""
+    lines = file.read_text().splitlines() if file.suffix == ".jsonl" else [file.read_text()]
+    texts = []
+    for line in lines:
+        value = json.loads(line)
+        changed = _other_types(value, kind, new)
+        if isinstance(value, dict) and "type" in value:
+            changed["type"] = value["type"]
+        texts.append(json.dumps(changed) + "\n")
+    file.write_text("".join(texts))
+
+
+TYPES: dict[str, Callable[[Path], Any]] = {
+    "text for numbers": lambda file: _retype(file, (int, float), "many"),
+    "numbers for text": lambda file: _retype(file, str, 7),
+    "lists for numbers": lambda file: _retype(file, (int, float), [7]),
+}
+"""Damage of files that are JSON."""
+
 DAMAGE: dict[str, Callable[[Path], Any]] = {
+    **TYPES,
     "empty": lambda file: file.write_bytes(b""),
     "truncated": _truncated,
     "garbage": lambda file: file.write_bytes(b"\x80\x00\xff{garbage" * 20),
@@ -197,6 +227,8 @@ def injected(
             if not below and len(file.parts) > 1 and file.name != "0.pkl":
                 continue
             for damage in kinds:
+                if damage in TYPES and file.suffix not in (".json", ".jsonl"):
+                    continue
                 copy = place / str(next(number)) / folder.name
                 shutil.copytree(folder, copy)
                 DAMAGE[damage](copy / file)
@@ -205,11 +237,12 @@ def injected(
 
 
 def test_a_few_damaged_files_are_named(whole: dict[str, Path], tmp_path: Path) -> None:
-    """The short form of the next test: no processes, three kinds of damage."""
+    """The short form of the next test: no processes, six kinds of damage."""
     few = {kind: whole[kind] for kind in ("run", "failed", "sweep")}
+    damage = ("empty", "list", "folder", *TYPES)
     raw = [
         f"{name}, {what}: {error}"
-        for _, what, folder in injected(few, tmp_path, ("empty", "list", "folder"), below=False)
+        for _, what, folder in injected(few, tmp_path, damage, below=False)
         for name in ("attach", "result", "load_model")
         if (error := _raw(partial(CALLS[name], folder)))
     ]
@@ -243,7 +276,7 @@ def test_a_damaged_run_resumes_or_is_named(
     few = {"run": whole["run"]}
     raw = [
         f"{what}: {error}"
-        for kind, what, folder in injected(few, tmp_path, ("empty", "list"), below=False)
+        for kind, what, folder in injected(few, tmp_path, ("empty", "list", *TYPES), below=False)
         if (error := _resumed(kind, config, folder))
     ]
     assert not raw, "\n".join(raw)

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from mounts import in_own_mounts
 from tracked_runs import Run, all_runs, client_of, follow, whole_run
 
 from nbtoolkit.errors import TrackingError
@@ -398,6 +399,7 @@ SUPPORT = str(Path(__file__).parents[1] / "support")
 FOLLOW_AT_ONCE = """
 import os, sys
 from pathlib import Path
+from mounts import in_own_mounts
 from tracked_runs import follow
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.tracking.database import import_client
@@ -713,3 +715,43 @@ def test_importing_the_room_imports_no_mlflow_and_no_torch() -> None:
     code = "import nbtoolkit.tracking, sys; print({'mlflow', 'torch', 'pandas'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+FULL_DISK = """
+from pathlib import Path
+from nbtoolkit.run.paths import RunPaths, read_json
+from nbtoolkit.tracking.follower import Follower
+
+paths = RunPaths.create("out", "full")
+with Follower(paths) as follower:
+    with open("out/fill", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(b"x" * 4096)
+        except OSError as error:
+            print(error.strerror)
+    follower.failed("MlflowException: database or disk is full " + 9000 * "and more")
+print(read_json(paths.tracking)["error"][:41])
+print(read_json(paths.tracking)["done"])
+"""
+
+
+def test_an_error_of_tracking_has_room_on_a_full_disk(tmp_path: Path) -> None:
+    lines = in_own_mounts(FULL_DISK, tmp_path)
+    full = "MlflowException: database or disk is full"
+    assert lines == ["No space left on device", full, "False"]
+
+
+def test_an_error_does_not_repeat_the_batch_that_was_not_written(
+    outputs: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = whole_run(outputs)
+    with sqlite3.connect(outputs / "mlflow.db") as database:
+        database.execute(
+            "create trigger full before insert on metrics "
+            "begin select raise(fail, 'database or disk is full'); end"
+        )
+    with pytest.raises(TrackingError, match="database or disk is full") as caught:
+        replay(run.folder)
+    assert "INSERT INTO" not in str(caught.value)
+    assert "INSERT INTO" in capfd.readouterr().err  # in full where the service writes
