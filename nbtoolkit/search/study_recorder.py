@@ -18,7 +18,7 @@ from optuna.trial import FrozenTrial, TrialState
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.run.events import FoldChanged, IntermediateReported, TrialChanged
 from nbtoolkit.search.algorithm import EventWriter, RunningTrial, folder_of
-from nbtoolkit.study.samplers import OUT_OF_MEMORY, broken, learns_from, limits_of
+from nbtoolkit.study.samplers import OUT_OF_MEMORY, Violations, broken, learns_from, limits_of
 from nbtoolkit.study.shared_study import OWNER, REASON, REPEATS, history, open_shared, repeated
 from nbtoolkit.study.study import FILE, IMPORTED, SearchStudy, open_study
 from nbtoolkit.study.study_server import StudyServer
@@ -151,11 +151,8 @@ class StudyRecorder:
     ) -> None:
         self.sweep_config, self._events = sweep_config, events
         self.folds = None if folds is None else len(folds)
-        self._file, self._owner, identity = (
-            folder / FILE,
-            folder.name,
-            _identity(sweep_config, folds),
-        )
+        self._file, self._owner = folder / FILE, folder.name
+        identity = _identity(sweep_config, folds)
         space = sweep_config.make_space()
         self.study: SearchStudy
         if storage is None:
@@ -181,6 +178,7 @@ class StudyRecorder:
         self.elsewhere = self.to_repeat = 0
         """Number of trials that run on other machines; of those that wait to repeat a dead one."""
         self._asked: list[tuple[int, dict[str, Any]]] = []
+        self._violations = Violations(self.limits)
         self._ended: set[int] = set()
         self._foreign: set[int] = set()  # trials of other machines that have ended
         self._read_at = float("-inf")
@@ -299,6 +297,7 @@ class StudyRecorder:
         if excess:
             self.study.constrain(trial.number, excess)
         reason = broken(self.limits, metrics)
+        self._violations.add(trial.number, reason, excess)
         notes = {"seconds": trial.seconds, **({"reason": reason} if reason else {})}
         self.study.tell(trial.number, TrialState.COMPLETE, values, notes)
         if trial.number in self.study.lost:
@@ -359,6 +358,7 @@ class StudyRecorder:
             "best_params": None if best is None else self.params[best],
             "best_folder": None if best is None or best in self._foreign else folder_of(best),
             "front": self.leaderboard.front() if several else None,
+            "infeasible": "" if self.leaderboard.values else self._violations.text(),
             "repeats": repeats,
         }
 
@@ -432,6 +432,7 @@ class StudyRecorder:
                 self.costs.note(params, seconds / (self.folds or 1))
             if reason is None:
                 return self.leaderboard.add(trial.number, trial.values)
+            self._violations.add(trial.number, reason, trial.user_attrs.get("constraints", {}))
         return False
 
     def _replay_repeats(self) -> None:

@@ -447,25 +447,25 @@ class SweepAlgorithm:
 
         Returns:
             ``best`` (number of the best trial), ``best_value``, ``best_params``, ``best_folder``,
-            ``front`` (with several metrics), ``counts`` by state, ``repeats``, ``metrics`` and
-            ``directions``.
+            ``front`` (with several metrics), ``infeasible`` (if no trial meets the constraints),
+            ``counts`` by state, ``repeats``, ``metrics`` and ``directions``.
         """
         for trial in self._live.values():
             if trial.seed is None:
                 self._recorder.wait(trial, f"the sweep ended as {status}")
         self._recorder.close()
         summary = self._recorder.summary()
-        if status == "completed" and self._recorder.begun and not self._recorder.leaderboard.values:
+        without_values = self._recorder.begun and not self._recorder.leaderboard.values
+        if summary["infeasible"]:
+            self._events.note(summary["infeasible"], "warning")
+        elif status == "completed" and without_values:
             raise self._without_a_value()
         return summary
 
     def _without_a_value(self) -> SweepError:
         counts = ", ".join(f"{count} {state}" for state, count in self._recorder.counts.items())
-        last = (
-            f"; the last failure: {self._recorder.last_failure}"
-            if self._recorder.last_failure
-            else ""
-        )
+        failure = self._recorder.last_failure
+        last = f"; the last failure: {failure}" if failure else ""
         return SweepError(
             f"no trial of the sweep has a value: {counts or 'none has ended'}{last}",
             allowed="one complete trial or more",

@@ -47,7 +47,6 @@ class SweepResult:
         best_value: the value of the best trial. If this trial was trained again with other seeds
             (``reevaluate_top``), it is the mean of the values. None if no trial is complete, or if
             there are several metrics.
-        best_params: the parameters of the best trial, by dotted name; empty if there is none.
         best_trial: the number of the best trial; None if there is none.
     """
 
@@ -64,8 +63,18 @@ class SweepResult:
             self.seconds: float = ended["seconds"]
             self.summary = cast("dict[str, Any]", ended["summary"])
             self.best_value: float | None = self.summary["best_value"]
-            self.best_params: dict[str, Any] = self.summary["best_params"] or {}
             self.best_trial: int | None = self.summary["best"]
+
+    @property
+    def best_params(self) -> dict[str, Any]:
+        """The parameters of the best trial, by dotted name; empty if there is none.
+
+        Raises:
+            SweepError: there are several metrics, which have no single best trial.
+        """
+        if self.summary["front"] is not None:
+            raise self._several_best()
+        return self.summary["best_params"] or {}
 
     @property
     def best_config(self) -> Config:
@@ -74,13 +83,26 @@ class SweepResult:
         Raises:
             SweepError: there is no best trial.
         """
+        if self.summary["front"] is not None:
+            raise self._several_best()
         if self.best_trial is None:
+            reason = self.summary.get("infeasible") or "no trial is complete"
             raise SweepError(
-                f"no trial of the sweep {self.paths.run_id} is complete",
-                allowed="a best configuration, once a trial is complete",
-                do="look at .trials for the reasons",
+                f"the sweep {self.paths.run_id} has no best trial: {reason}",
+                allowed="a best configuration, once a complete trial meets all constraints",
+                do="look at .trials for the reasons of all trials",
             )
         return self.config.with_overrides(self.best_params)
+
+    def _several_best(self) -> SweepError:
+        metrics = ", ".join(self.sweep_config.metrics)
+        front = ", ".join(map(str, self.summary["front"])) or "none"
+        return SweepError(
+            f"the sweep {self.paths.run_id} has several metrics ({metrics}) and no single best "
+            "trial",
+            allowed=f"a trial of the Pareto front: {front}",
+            do="choose one of them, and take its parameters from result.trials.loc[number]",
+        )
 
     @cached_property
     def config(self) -> Config:

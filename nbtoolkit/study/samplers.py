@@ -54,6 +54,10 @@ class Limit(NamedTuple):
         """By how much a value exceeds it; 0 or less if it does not."""
         return value - self.bound if self.side == "max" else self.bound - value
 
+    def share(self, excess: float) -> float:
+        """An excess as a share of the bound, to compare limits of different units."""
+        return max(excess, 0.0) / (abs(self.bound) or 1.0)
+
 
 def limits_of(sweep_config: SweepConfig) -> list[Limit]:
     """The limits in the sweep's constraints."""
@@ -72,6 +76,37 @@ def broken(limits: list[Limit], metrics: Mapping[str, float]) -> str | None:
         if limit.excess(metrics[limit.metric]) > 0
     ]
     return "; ".join(texts) or None
+
+
+class Violations:
+    """The trials that violate constraints, and which of them comes nearest to meeting them."""
+
+    def __init__(self, limits: list[Limit]) -> None:
+        self._limits = limits
+        self._reasons: dict[int, str] = {}
+        self._distances: dict[int, float] = {}
+
+    def add(self, number: int, reason: str | None, excess: Mapping[str, float]) -> None:
+        """Note a trial.
+
+        Args:
+            number: of the trial.
+            reason: names the limits that it exceeds; None: it meets all of them.
+            excess: its excess over each limit, by the limit's name.
+        """
+        if reason is not None:
+            self._reasons[number] = reason
+            self._distances[number] = sum(limit.share(excess[limit.name]) for limit in self._limits)
+
+    def text(self) -> str:
+        """How many there are, and the nearest; empty if there are none."""
+        if not self._reasons:
+            return ""
+        nearest = min(self._distances, key=self._distances.__getitem__)
+        return (
+            f"no trial meets the constraints ({len(self._reasons)} violate them); the nearest is "
+            f"trial {nearest}: {self._reasons[nearest]}"
+        )
 
 
 # --- pruners ---

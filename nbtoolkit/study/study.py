@@ -337,13 +337,20 @@ class FileLock(JournalFileOpenLock):
 
     def acquire(self) -> bool:
         """Wait for the lock."""
-        self._fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        fd = os.open(self._file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except BaseException:
+            os.close(fd)
+            raise
+        # Only now: until then, another thread that shares this object holds the lock.
+        self._fd = fd
         return True
 
     def release(self) -> None:
         """Release the lock."""
-        os.close(self._fd)
+        fd, self._fd = self._fd, -1
+        os.close(fd)
 
 
 class ReadOnlyBackend(JournalFileBackend):

@@ -219,6 +219,37 @@ def test_a_value_that_is_none_is_never_zero(config: nb.Config, value: Any, reaso
         swept(train, config, n_trials=2)
 
 
+def test_a_sweep_without_a_feasible_trial_returns_its_result(
+    config: nb.Config, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        return {"val_loss": config.optim.lr, "latency": 25.0}
+
+    limited = {**RANDOM, "constraints": {"latency": {"max": 20}}}
+    result = nb.sweep(train, config, limited, n_trials=1, display="text")
+    assert (result.status, result.best_params, result.best_value) == ("completed", {}, None)
+    assert list(result.trials["state"]) == ["infeasible"]
+    nearest = "the nearest is trial 0: latency is 25, max 20"
+    assert nearest in capfd.readouterr().out
+    with pytest.raises(errors.SweepError, match=f"no best trial: no trial .*{nearest}"):
+        _ = result.best_config
+
+
+def test_several_metrics_have_a_front_in_place_of_best_params(config: nb.Config) -> None:
+    def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+        return {"val_loss": config.optim.lr, "latency": 1 - config.optim.lr}
+
+    two = {"metric": ["val_loss", "latency"], "direction": "minimize", "sampler": "random"}
+    result = swept(train, config, {"study": two, "space": LR}, n_trials=2)
+    assert result.best_value is None
+    for name in ("best_params", "best_config"):
+        with pytest.raises(
+            errors.SweepError,
+            match=r"several metrics \(val_loss, latency\)(.|\n)*front: 0, 1\n.*result.trials.loc",
+        ):
+            getattr(result, name)
+
+
 def test_a_sweep_that_was_stopped_before_its_first_value_has_no_best(config: nb.Config) -> None:
     def train(config: nb.Config, ctx: nb.RunContext) -> None:
         while True:
@@ -229,7 +260,7 @@ def test_a_sweep_that_was_stopped_before_its_first_value_has_no_best(config: nb.
     handle.stop()
     result = handle.result()
     assert (result.status, result.best_value) == ("stopped", None)
-    with pytest.raises(errors.SweepError, match=r"no trial .* is complete\n.*\n.*reasons"):
+    with pytest.raises(errors.SweepError, match=r"no trial is complete\n.*\n.*reasons"):
         _ = result.best_config
 
 

@@ -256,6 +256,25 @@ def test_a_broken_limit_is_infeasible_and_never_best(tmp_path: Path) -> None:
     assert again.close("completed")["best"] == 1
 
 
+def test_without_a_feasible_trial_the_nearest_is_named_and_nothing_is_raised(
+    tmp_path: Path,
+) -> None:
+    limits = {"latency": {"max": 20}, "recall": {"min": 0.5}}
+    made, diary = algorithm(tmp_path, sweep(3, constraints=limits))
+    rows = [(0.1, 25, 0.6), (0.5, 15, 0.45), (0.3, 19, 0.1)]  # 25%, 10% and 80% too far
+    names = ("val_loss", "latency", "recall")
+    drive(made, Fake(lambda job, step: dict(zip(names, rows[int(job.key[-1])], strict=True))))
+    text = (
+        "no trial meets the constraints (3 violate them); the nearest is trial 1: recall is 0.45, "
+        "min 0.5"
+    )
+    summary = made.close("completed")
+    assert (summary["infeasible"], summary["best"]) == (text, None)
+    assert text in diary.notes()
+    again, _ = algorithm(tmp_path, sweep(3, constraints=limits))
+    assert again.close("completed")["infeasible"] == text
+
+
 # --- faults ---
 
 

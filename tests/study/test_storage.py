@@ -6,17 +6,38 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import optuna
 import pytest
 from kernels import SECONDS
+from optuna.storages.journal import JournalFileBackend
 
 from nbtoolkit.errors import SweepError
-from nbtoolkit.study.study import FILE, open_journal, read_study
+from nbtoolkit.study.study import FILE, FileLock, open_journal, read_study
 
 RATE = optuna.distributions.FloatDistribution(0, 1)
+
+
+def test_threads_that_share_a_journal_write_one_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / FILE).touch()
+    backend = JournalFileBackend(str(tmp_path / FILE), FileLock(tmp_path / FILE))
+
+    def append(thread: int) -> None:
+        for number in range(20):
+            backend.append_logs([{"thread": thread, "number": number}])
+
+    threads = [threading.Thread(target=append, args=(n,), daemon=True) for n in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    logs = [(log["thread"], log["number"]) for log in backend.read_logs(0)]
+    assert sorted(logs) == [(thread, number) for thread in range(10) for number in range(20)]
+    assert [number for thread, number in logs if thread == 3] == list(range(20))
 
 
 @pytest.fixture
