@@ -15,6 +15,7 @@ from pathlib import Path
 
 from nbtoolkit.launcher.remote import load_call
 from nbtoolkit.run.events import EventReader, RunStarted, StopRequested
+from nbtoolkit.run.output import error_lines
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.signals import WARNINGS, is_signal_reason, not_yet
 
@@ -29,7 +30,7 @@ def main(folder: str) -> int:
     try:
         result = load_call(paths)()
     except BaseException:
-        traceback.print_exc()
+        sys.stderr.write(error_lines(traceback.format_exc()))
         return 1
     if getattr(result, "status", "") == "deadline" and ended_by_signal(paths):
         (paths.folder / EARLY_FILE).touch()

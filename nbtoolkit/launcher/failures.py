@@ -28,7 +28,7 @@ from nbtoolkit.run.serialization import (
     pack_error,
     unpack_error,
 )
-from nbtoolkit.run.tracebacks import user_line
+from nbtoolkit.run.tracebacks import show_users_part, user_line
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
@@ -93,6 +93,7 @@ def raise_failure(paths: RunPaths) -> NoReturn:
         with reading(paths.error):
             error = as_worker_error(PackedError.from_fields(record))
     _show_notes(error)
+    show_users_part(error)
     raise error
 
 

@@ -37,6 +37,7 @@ from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.resume import ChosenRun, write_header
 from nbtoolkit.run.serialization import add_note, pack_error
 from nbtoolkit.run.signals import SignalFlag, catch_termination_signals
+from nbtoolkit.run.tracebacks import show_users_part
 from nbtoolkit.worker.advice import advice
 from nbtoolkit.worker.attempt_store import attempt_store
 from nbtoolkit.worker.channel import GroupChannel, RecordChannel
@@ -165,7 +166,11 @@ def run_inline(
         BaseException: the exception of ``train``, unchanged. An interrupt ends the run as
             ``stopped``.
     """
-    record_inline(train, request, InProcessRecorder(run, request, cell, on_event))
+    try:
+        record_inline(train, request, InProcessRecorder(run, request, cell, on_event))
+    except Exception as error:
+        show_users_part(error)
+        raise
     refuse_deleted(run.paths)
     return RunResult(run.paths)
 

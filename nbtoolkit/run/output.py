@@ -32,9 +32,14 @@ MAX_BYTES = 200_000
 MAX_REST = 1 << 20  # characters kept of an unfinished line
 MAX_LINE = 2_000  # characters shown per line
 # Around a rank's exception in its log. The cell does not show these lines: it raises the exception.
-ERROR_BEGINS = "--- the exception that ended this rank ---"
-ERROR_ENDS = "--- end of the exception ---"
+_ERROR_BEGINS = "--- the exception that ended this rank ---"
+_ERROR_ENDS = "--- end of the exception ---"
 _BAR_SECONDS = 1.0  # between two states of a progress bar that overwrites its line
+
+
+def error_lines(printed: str) -> str:
+    """A printed exception, as a rank's log has it."""
+    return f"{_ERROR_BEGINS}\n{printed.rstrip()}\n{_ERROR_ENDS}\n"
 
 
 class RunDisplay(Protocol):
@@ -147,10 +152,10 @@ class CellOutput:
 
     def _line(self, line: str) -> None:
         if self._in_error:
-            self._in_error = line != ERROR_ENDS
+            self._in_error = line != _ERROR_ENDS
             return
         # A progress bar may stand before it.
-        line, begins, _ = line.partition(ERROR_BEGINS)
+        line, begins, _ = line.partition(_ERROR_BEGINS)
         self._in_error = bool(begins)
         if begins and not line:
             return

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Sequence
+from functools import partial
 from typing import TypedDict, cast
 
 from nbtoolkit.environment.installed import installed_roots
@@ -124,8 +125,15 @@ def users_part(frames: Sequence[PackedFrame], *, explains_itself: bool) -> list[
     return [frames[index] for index in _shown(files, explains_itself=explains_itself)]
 
 
-def ipython_lines(error: NbtoolkitError) -> list[str]:
-    """What IPython shows of an error that nbtoolkit raised in the kernel, and of its causes.
+def show_users_part(error: BaseException) -> None:
+    """Have IPython show the part of an exception's traceback that concerns the user."""
+    if (ipython := sys.modules.get("IPython")) is not None and ipython.get_ipython() is not None:
+        # IPython calls it. Errors of nbtoolkit have it as a method.
+        error.__dict__["_render_traceback_"] = partial(ipython_lines, error)
+
+
+def ipython_lines(error: BaseException) -> list[str]:
+    """What IPython shows of an exception that nbtoolkit raises in the kernel, and of its causes.
 
     The exceptions keep all their frames, for ``%debug``.
     """

@@ -31,7 +31,7 @@ from nbtoolkit.environment.variables import RANK_MARK
 from nbtoolkit.errors import RunStopped
 from nbtoolkit.run import messages
 from nbtoolkit.run.events import returned_numbers
-from nbtoolkit.run.output import ERROR_BEGINS, ERROR_ENDS
+from nbtoolkit.run.output import error_lines
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.run.payload import JobSpec, PackedFunction, load_function, unload_function, unpack
 from nbtoolkit.run.serialization import add_note, pack_error, pack_value
@@ -262,13 +262,12 @@ def _report_error(
         add_note(error, advised)
     packed = replace(pack_error(error), advice=advised)
     _flush()
-    text = f"{ERROR_BEGINS}\n{packed.traceback.rstrip()}\n{ERROR_ENDS}\n"
     with (
         contextlib.suppress(OSError),  # the disk may be full; the message below says so
         # Not to sys.stderr, which the function may have replaced.
         paths.log(rank).open("a", encoding="utf-8", errors="backslashreplace") as log,
     ):
-        log.write(text)
+        log.write(error_lines(packed.traceback))
     message = messages.FunctionRaised()
     try:
         write_whole(paths.rank_error(rank), packed.encode(), durable=False)

@@ -229,6 +229,20 @@ def test_an_error_of_ours_in_the_kernel_ends_at_the_users_line(shared: Notebook)
         assert "nbtoolkit/" not in plain(shared.run(call).traceback)
 
 
+def test_an_inline_run_and_a_handle_show_the_users_frames_alone(shared: Notebook) -> None:
+    shared.run("""
+    def fails_alone(config, ctx):
+        raise ValueError("mine")
+    """).ok()
+    for call in ("run(fails_alone, 1, start='inline')", "run(fails_alone, 1, wait=False).result()"):
+        cell = shared.run(call)
+        assert cell.error == "ValueError"
+        first, *_, last = beside_arrows(cell)
+        assert (first, last) == (call, 'raise ValueError("mine")')
+        assert "nbtoolkit/" not in plain(cell.traceback)
+        assert "hidden" not in plain(cell.traceback)
+
+
 def test_forked_ranks_of_a_kernel(shared: Notebook) -> None:
     """start="fork" takes what cannot be pickled; what the notebook draws turns to text."""
     cell = shared.run("""

@@ -23,7 +23,7 @@ from nbtoolkit.run.events import (
     RunEnded,
     RunStarted,
 )
-from nbtoolkit.run.output import CellOutput
+from nbtoolkit.run.output import CellOutput, error_lines
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.views.live import (
     DisplayPlace,
@@ -154,6 +154,18 @@ def test_a_line_of_ours_does_not_tear_a_bar_of_rank_0(
     paths.log(0).write_text("\rbar 10%\rbar 20%\n")
     cell.close()
     assert capsys.readouterr().out == "\rbar 10%\nstep 3 of 10\nbar 20%\n"
+
+
+def test_the_exception_in_a_log_is_left_to_the_cell_that_raises_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(tmp_path)
+    paths.log(0).parent.mkdir(parents=True)
+    error = error_lines("Traceback\nValueError: here\n")
+    paths.log(0).write_text(f"first\n\rbar 10%{error}of another attempt\n")
+    cell = CellOutput(paths, "text")
+    cell.close()
+    assert capsys.readouterr().out == "first\nbar 10%\nof another attempt\n"
 
 
 class Broken(ProgressDisplay):
