@@ -323,7 +323,8 @@ def code_of_form(validation: Validation, train: Train | None) -> str:
     if form is None or validation.config is None:
         return "# something in Set up is wrong"
     space = None if validation.sweep_config is None else form.parsed_space()
-    return python_cell(form.overrides(), space, form.trials, train=_name(train))
+    trials = None if space is None else form.n_trials()
+    return python_cell(form.overrides(), space, trials, train=_name(train))
 
 
 def code_of_best(state: State | None, train: Train | None) -> str:
@@ -357,7 +358,7 @@ def write_trials(state: State) -> Path:
 def python_cell(
     overrides: Mapping[str, object],
     space: Mapping[str, object] | None = None,
-    trials: str = "",
+    trials: int | None = None,
     *,
     train: str = "",
 ) -> str:
@@ -366,7 +367,7 @@ def python_cell(
     Args:
         overrides: the settings that are not at their default.
         space: what is searched; None: a single run.
-        trials: the number of trials; empty: the space's own.
+        trials: the number of trials; None: the space's own.
         train: the function's name in the notebook; empty: the one that ``task`` names.
     """
     if train:  # the function itself is passed
@@ -380,7 +381,7 @@ def python_cell(
         train = name
     if space is None:
         return "\n".join([*lines, f"result = nb.launch({train}, config)"])
-    count = f", n_trials={trials.strip()}" if trials.strip() else ""
+    count = "" if trials is None else f", n_trials={trials}"
     searched = _assigned("space = ", space)
     return "\n".join([*lines, searched, f"result = nb.sweep({train}, config, space{count})"])
 

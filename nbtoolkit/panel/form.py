@@ -23,9 +23,10 @@ from nbtoolkit.config.fields import Free, FreeSection
 from nbtoolkit.config.schema import Config
 from nbtoolkit.config.section import Section
 from nbtoolkit.config.validation import fields as allowed_values
-from nbtoolkit.config.yaml_source import dump, parse_settings, parse_value
+from nbtoolkit.config.yaml_source import Layer, dump, parse_settings, parse_value
 from nbtoolkit.errors import ConfigError, NbtoolkitError
 from nbtoolkit.run.paths import atomic_file
+from nbtoolkit.study.space import translate_names
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 
 # --- fields ---
@@ -174,6 +175,9 @@ def texts_of(config: Config) -> dict[str, str]:
 
 # --- the form's contents ---
 
+TRIALS = 20
+"""The trials of a sweep if neither the form nor its space says when it ends."""
+
 
 @dataclass(frozen=True)
 class Validation:
@@ -238,15 +242,17 @@ class FormState:
         return parse_settings(self.space, "space")
 
     def n_trials(self) -> int | None:
-        """Parse the number of trials; None: the space's own.
+        """Parse the number of trials; empty: 20 if the space sets no end, else None.
 
         Raises:
-            ConfigError: it is not a positive whole number.
+            ConfigError: it is not a positive whole number, or the space is not a mapping.
         """
         text = self.trials.strip()
         if text and not re.fullmatch(r"0*[1-9]\d{0,8}", text):
             raise ConfigError("Number of trials must be a whole number from 1 to 999999999")
-        return int(text) if text else None
+        if text:
+            return int(text)
+        return None if _has_end(self.parsed_space()) else TRIALS
 
     def validate(self) -> Validation:
         """Make the configuration and the sweep; collect what is wrong, setting by setting."""
@@ -267,6 +273,15 @@ class FormState:
         if not self.space.strip():
             return None
         return load_sweep_config(self.parsed_space(), config, n_trials=self.n_trials())
+
+
+def _has_end(settings: Mapping[str, object]) -> bool:
+    """Whether the settings of a sweep limit its trials or its time; a bare space does not."""
+    values = translate_names(Layer(values=dict(settings), places={})).values
+    budget, study = values.get("budget"), values.get("study")
+    if isinstance(budget, Mapping) and (budget.get("n_trials") or budget.get("timeout")):
+        return True
+    return isinstance(study, Mapping) and study.get("sampler") == "grid"
 
 
 # --- edits that survive the kernel ---

@@ -16,7 +16,7 @@ from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.host import detect_host
 from nbtoolkit.panel import form
-from nbtoolkit.panel.form import Field, FormState, Validation, default_texts
+from nbtoolkit.panel.form import TRIALS, Field, FormState, Validation, default_texts
 from nbtoolkit.panel.space_table import SpaceTable
 from nbtoolkit.panel.widgets import (
     INVISIBLE,
@@ -197,7 +197,7 @@ class Setup:
         self.search = labelled(w.Text, "search", placeholder="name or word")
         sections = dict.fromkeys(field.section for field in self._fields.values())
         self.section = labelled(w.Dropdown, "show", options=[_CHANGED, *sections, _ALL])
-        self.trials = labelled(w.Text, "trials", placeholder="as the space says")
+        self.trials = labelled(w.Text, "trials", placeholder=f"the space's, or {TRIALS}")
         example = "optim.lr: {type: float, low: 1.0e-4, high: 1.0e-1, log: true}"
         wide = {"width": "99%"}
         self.space = labelled(w.Textarea, "space", wide, placeholder=example, rows=12)

@@ -106,6 +106,26 @@ def test_a_wrong_space_is_told_and_only_the_sweep_cannot_be_started(opened: Open
     assert pressable(panel) == {"launch", "sweep"}
 
 
+def test_a_space_that_does_not_say_when_it_ends_is_searched_with_20_trials(opened: Open) -> None:
+    rates = {"optim.lr": {"type": "float", "low": 0.01, "high": 0.1}}
+    panel = opened(space=rates)
+    setup, code = controller(panel).board.setup, controller(panel).board.code
+    assert pressable(panel) == {"launch", "sweep"}
+    assert not visible(controller(panel).board.errors)
+    assert "20 trials" in setup.cost.value
+    assert "nb.sweep(reports, config, space, n_trials=20)" in code.value
+    for own, text in (
+        ("budget: {n_trials: 4}", "4 trials"),
+        ("budget: {timeout: 60}", ""),
+        ("study: {sampler: grid}\nbudget: {n_trials: null}", ""),
+    ):
+        setup.space.value = f"{own}\nspace: {{optim.lr: [0.1, 0.2]}}"
+        assert "sweep" in pressable(panel), own
+        assert text in setup.cost.value
+        assert "n_trials=" not in code.value
+        assert "20" not in setup.cost.value
+
+
 # --- launching ---
 
 
@@ -362,8 +382,8 @@ def test_the_cell_is_equal_to_the_form(settings: dict[str, Any]) -> None:
     exec(python_cell(overrides, train="train"), variables)
     assert variables["result"].metrics["score"]
     assert nb.load_config(variables["result"].paths.config, env=None).optim.lr == 3e-4
-    assert "nb.sweep(train, config, space, n_trials=5)" in python_cell({}, SPACE, "5")
-    ast.parse(python_cell(overrides, SPACE, ""))
+    assert "nb.sweep(train, config, space, n_trials=5)" in python_cell({}, SPACE, 5)
+    ast.parse(python_cell(overrides, SPACE))
 
 
 # --- what is shown where, and the end ---
@@ -376,7 +396,7 @@ def test_where_no_widgets_are_shown_it_is_text_and_a_picture(opened: Open) -> No
     bundle = panel._repr_mimebundle_(include=None, exclude=None)
     assert "application/vnd.jupyter.widget-view+json" in bundle
     assert "4/4 trials" in bundle["text/plain"]
-    assert "<svg" in bundle["text/html"]
+    assert "<img alt=" in bundle["text/html"]
     assert_harmless(bundle["text/html"])
     assert repr(panel) == panel.text()
     assert "plan:" in repr(panel)
