@@ -36,7 +36,7 @@ from nbtoolkit.panel.widgets import (
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import counted
 from nbtoolkit.views.live import DisplayPlace
-from nbtoolkit.views.markup import WIDGET_TEXT, card, paragraph
+from nbtoolkit.views.markup import RULE, WIDGET_TEXT, card, paragraph
 from nbtoolkit.views.page import regions
 from nbtoolkit.views.run_cards import log_names
 from nbtoolkit.views.runs import RunEntry
@@ -378,7 +378,7 @@ class Board:
         self.next = sign_button("next", "The next page")
         wide, hidden = {"flex": "1 1 200px"}, (HIDDEN,)
         self.note = labelled(w.Text, "note", wide, continuous_update=False, _dom_classes=hidden)
-        border = "1px solid var(--jp-border-color2, #8884)"
+        border = f"1px solid {RULE}"
         layout = {"flex": "3 1 500px", "border": border, "padding": "4px 8px", "min_width": "0"}
         head = wrapped_row(self.count, self.filter, self.more)
         foot = wrapped_row(self.previous, self.next, self.note)

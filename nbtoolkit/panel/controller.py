@@ -26,6 +26,7 @@ from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.search.sweep import SWEEP_CONFIG_FILE
 from nbtoolkit.text_table import ago
 from nbtoolkit.views import runs
+from nbtoolkit.views.chart import as_images
 from nbtoolkit.views.markup import alert
 from nbtoolkit.views.page import page_html
 from nbtoolkit.views.state import State, read_state
@@ -287,9 +288,9 @@ class Controller:
         return f"{place_text(self.validate())}\n\n{page_text(self.state)}"
 
     def html(self) -> str:
-        """Render what is shown as static HTML."""
+        """Render what is shown as static HTML, as a notebook stores it."""
         self._refresh_state()
-        return f"{self.board.place.value}{page_html(self.state, self.chosen)}"
+        return f"{self.board.place.value}{as_images(page_html(self.state, self.chosen))}"
 
     def _refresh_state(self) -> None:
         """Read what was written since the last poll: a kernel may end before the next one."""

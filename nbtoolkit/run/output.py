@@ -70,6 +70,7 @@ class CellOutput:
 
     def __init__(self, paths: RunPaths, display: Display, *, offset: int = 0) -> None:
         self._paths, self._on = paths, display != "off"
+        self._shows_log = self._on
         self._offset, self._tag = offset, ""
         self._shown = 0
         self._hidden = 0
@@ -90,6 +91,10 @@ class CellOutput:
         Then rank 0's bars are printed as lines, in their last state.
         """
         self._write = write
+
+    def leave_log(self) -> None:
+        """Print no line of rank 0 from now on: the page in the cell has a card for them."""
+        self._shows_log = False
 
     def begin(self, plan: LaunchPlan, run: ChosenRun, tracking_place: str) -> None:
         """Show the plan, the run's folder and where else the run is tracked."""
@@ -118,7 +123,7 @@ class CellOutput:
 
     def pump(self) -> None:
         """Show rank 0's new lines."""
-        if not self._on:
+        if not self._shows_log:
             return
         while chunk := self._read():
             *lines, rest = (self._rest + self._decoder.decode(chunk)).split("\n")

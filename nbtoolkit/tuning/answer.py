@@ -75,7 +75,7 @@ class FinderResult(Table):
 
     def _repr_html_(self) -> str:
         drawn = self.plot()
-        return super()._repr_html_() + (drawn.html if drawn else "")
+        return super()._repr_html_() + (drawn._repr_html_() if drawn else "")
 
     @property
     def cost(self) -> str:

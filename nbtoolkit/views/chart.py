@@ -3,11 +3,16 @@
 Text takes the colour of its surroundings. Lines and marks have colours by state, with a contrast of
 at least 3 on white, #111111 and #1e1e1e (https://www.w3.org/TR/WCAG21/#non-text-contrast), so both
 read well in light and in dark themes. A chart fills the width of its card and scales with it.
+
+A widget and the report's file contain the SVG. What a notebook stores goes through
+:func:`as_images`.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -105,23 +110,81 @@ def chart(
     bottom = _BOTTOM if x.label else _BOTTOM - _FONT
     across = _Scale.of(x, positions, _LEFT, width - _RIGHT)
     up = _Scale.of(y, values, height - bottom, _TOP)
+    entries: dict[tuple[str, str], list[Series]] = {}
+    for line, _ in drawn:
+        entries.setdefault((line.name, line.colour), []).append(line)
+    described = [_described(lines) for lines in entries.values()]
     label = f"{y.label or 'value'} by {x.label or 'step'}: "
-    entries = {(line.name, line.colour): line for line, _ in drawn}
-    label += ", ".join(line.name for line in [*entries.values()][-len(PALETTE) :])
+    label += "; ".join(described[-len(PALETTE) :])
     shapes = "".join(_shape(line, points, across, up) for line, points in drawn)
-    below = "".join(map(_legend, entries.values())) if legend else ""
-    scaled = f'style="display:block;width:100%;height:auto;max-height:{height * 5 // 4}px"'
+    below = "".join(_legend(lines[-1]) for lines in entries.values()) if legend else ""
+    scaled = f"display:block;width:100%;height:auto;max-height:{height * 5 // 4}px"
     return _svg(label, size, scaled, "".join(_axes(across, up)) + shapes) + (
         f'<div style="font-size:11px;line-height:1.5">{below}</div>' if below else ""
     )
 
 
-def _svg(label: str, size: tuple[int, int], more: str, inside: str) -> str:
-    """Render shapes as an image; ``label``: the same in words; ``more``: attributes."""
+def _described(lines: Sequence[Series]) -> str:
+    """Put the series of an entry of the legend into words: how a line runs, where marks lie."""
+    points = [point for line in lines for point in _finite(line)]
+    values = [value for _, value, _ in points]
+    name, mark = lines[-1].name, lines[-1].mark
+    if mark == "crosses":  # of trials that failed, they lie on the edge, not at their value
+        return f"{len(points)} {name}"
+    if len(points) == 1:
+        return f"{name} {values[0]:.4g}"
+    if len(lines) == 1 and mark in ("line", "dashed", "steps"):
+        return f"{name} from {values[0]:.4g} to {values[-1]:.4g}"
+    count = len(points) if mark in ("dots", "ring") else len(lines)
+    return f"{count} {name} between {min(values):.4g} and {max(values):.4g}"
+
+
+def _svg(label: str, size: tuple[int, int], style: str, inside: str) -> str:
+    """Render shapes as a picture; ``label``: the same in words; ``style``: of the element."""
     return (
         f'<svg role="img" aria-label="{escape(label, quote=True)}" '
-        f'viewBox="0 0 {size[0]} {size[1]}" {more} font-size="{_FONT}" fill="currentColor">'
-        f"{inside}</svg>"
+        f'viewBox="0 0 {size[0]} {size[1]}" style="{style}" font-size="{_FONT}" '
+        f'fill="currentColor">{inside}</svg>'
+    )
+
+
+# --- pictures for what a notebook stores ---
+
+_DRAWN = re.compile(
+    r'<svg role="img" aria-label="(?P<alt>[^"]*)" viewBox="0 0 (?P<width>\d+) (?P<height>\d+)" '
+    r'style="(?P<style>[^"]*)"[^>]*>(?P<inside>.*?)</svg>',
+    re.DOTALL,
+)
+_TITLE = re.compile(r"<title>.*?</title>", re.DOTALL)
+
+# Of texts and axes in an image, which inherits no colour. The contrast is 4.5 on white (WCAG AA for
+# text) and 4.2 on the ground of JupyterLab's dark theme. CSS's prefers-color-scheme would not help:
+# it is the system's, and a notebook's theme often differs from it.
+_GREY = "#767676"
+
+
+def as_images(html: str) -> str:
+    """Replace the SVG of each chart by an ``<img>``, for an output that a notebook stores.
+
+    In a notebook that is not trusted, as each one from somebody else, JupyterLab removes all
+    elements of SVG and leaves their texts. It shows an image whose address contains it.
+    """
+    return _DRAWN.sub(_image, html)
+
+
+def _image(drawn: re.Match[str]) -> str:
+    width, height = drawn["width"], drawn["height"]
+    # A browser shows no titles in an image.
+    inside = _TITLE.sub("", drawn["inside"])
+    svg = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" font-family="sans-serif" font-size="{_FONT}" '
+        f'color="{_GREY}" fill="currentColor">{inside}</svg>'
+    )
+    source = b64encode(svg.encode()).decode()
+    return (
+        f'<img alt="{drawn["alt"]}" width="{width}" height="{height}" style="{drawn["style"]}" '
+        f'src="data:image/svg+xml;base64,{source}">'
     )
 
 
@@ -315,7 +378,7 @@ def sparkline(points: Points, label: str) -> str:
     width, height = _SPARK
     across = _Scale.of(Axis(), [step for step, _, _ in found], 3, width - 3)
     up = _Scale.of(Axis(low=0, high=1), [], height - 3, 3)
-    size = f'width="{width}" height="{height}"'
+    size = f"width:{width}px;height:{height}px"
     return _svg(label, _SPARK, size, _shape(line, found, across, up))
 
 

@@ -12,7 +12,7 @@ from nbtoolkit.run.output import Curves
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.study.importance import Importance
 from nbtoolkit.text_table import shortened
-from nbtoolkit.views.chart import PALETTE, RUNNING, Axis, Series, chart
+from nbtoolkit.views.chart import PALETTE, RUNNING, Axis, Series, as_images, chart
 from nbtoolkit.views.markup import data_table, paragraph, view
 from nbtoolkit.views.page import regions
 from nbtoolkit.views.state import read_state
@@ -26,7 +26,7 @@ class Chart:
 
     Attributes:
         title: what it shows.
-        html: HTML with SVG, without scripts.
+        html: HTML with SVG, without scripts; a cell shows its charts as images.
     """
 
     def __init__(self, title: str, html: str) -> None:
@@ -74,7 +74,7 @@ class Chart:
         return f'{opening} font-family="sans-serif" font-size="11">{"".join(parts)}</svg>'
 
     def _repr_html_(self) -> str:
-        return self.html
+        return as_images(self.html)
 
     def __repr__(self) -> str:
         return f"Chart({self.title!r})"

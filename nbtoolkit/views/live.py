@@ -25,6 +25,7 @@ from nbtoolkit.run.output import (
 )
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.search.sweep_result import TableLines
+from nbtoolkit.views.chart import as_images
 from nbtoolkit.views.markup import grid, in_widget
 from nbtoolkit.views.page import page_html, regions
 from nbtoolkit.views.state import State, read_state
@@ -73,6 +74,8 @@ def show(
     match screen.shape:
         case "widgets" | "html" as shape:
             display = ThreadDisplay(make_state, widgets=shape == "widgets")
+            if isinstance(lines, CellOutput):
+                lines.leave_log()
         case "bar":
             display = TerminalBar(make_state)
             lines.redirect(display.write)
@@ -103,7 +106,7 @@ def show_handle(paths: RunPaths, shown: RunDisplay | None) -> None:
 
 def static(paths: RunPaths) -> str:
     """Render the current state of a folder as HTML."""
-    return page_html(read_state(paths.folder))
+    return as_images(page_html(read_state(paths.folder)))
 
 
 # --- lines and progress ---
@@ -247,15 +250,19 @@ def running_cell() -> int | None:
     return int(shell.execution_count) if hasattr(shell, "kernel") else None
 
 
-def mime_bundle(state: State, *, quick: bool = False) -> dict[str, str]:
-    """Render a state for a cell: as HTML, and as text for front ends that show none.
+def mime_bundle(state: State, page: str) -> dict[str, str]:
+    """Return what a cell stores: HTML, and text for front ends that show none.
 
     Args:
         state: of the folder.
-        quick: without the importance of parameters, unless that is known.
+        page: from :func:`page_html`, or from :func:`quick_page`.
     """
-    page = grid(*regions(state).values()) if quick else page_html(state)
-    return {"text/plain": summary_line(state), "text/html": page}
+    return {"text/plain": summary_line(state), "text/html": as_images(page)}
+
+
+def quick_page(state: State) -> str:
+    """Render the page without the importance of parameters, unless that is known."""
+    return grid(*regions(state).values())
 
 
 class ProgressDisplay:
@@ -324,7 +331,7 @@ class LineDisplay(ProgressDisplay):
         """Show how it ended; as HTML, too, where that has more than the line."""
         self._refresh()
         if self._put is not None and (self._state.table is not None or self._state.points()):
-            self._put(mime_bundle(self._state))
+            self._put(mime_bundle(self._state, page_html(self._state)))
 
     def _draw(self) -> None:
         self._say(summary_line(self._state))
@@ -410,7 +417,7 @@ class ThreadDisplay(ProgressDisplay):
         self._state.refresh()
         self._stoppable = not waits
         self._place = DisplayPlace()
-        self._place.put(mime_bundle(self._state, quick=True))
+        self._place.put(mime_bundle(self._state, quick_page(self._state)))
         # A daemon: the kernel's exit does not wait for a view.
         threading.Thread(target=self._run, name="nbtoolkit-view", daemon=True).start()
 
@@ -424,10 +431,10 @@ class ThreadDisplay(ProgressDisplay):
                 return
             self._closed.set()
             self._state.refresh()
-            bundle = mime_bundle(self._state, quick=True)
+            page = quick_page(self._state)
             # A front end may keep the output of a past cell; its widget then shows the end.
-            self._show(bundle["text/html"])
-            self._place.put(bundle)
+            self._show(page)
+            self._place.put(mime_bundle(self._state, page))
             for widget in () if self._box is None else (*self._box.children, self._box):
                 if hasattr(widget, "style"):
                     widget.style.close()
@@ -437,7 +444,7 @@ class ThreadDisplay(ProgressDisplay):
 
     def _put_whole(self) -> None:
         with contextlib.suppress(Exception):  # the kernel is exiting, or the output is gone
-            self._place.put(mime_bundle(self._state))
+            self._place.put(mime_bundle(self._state, page_html(self._state)))
 
     def _run(self) -> None:
         """Draw until it has ended; an error is shown and does not affect the run."""
@@ -461,14 +468,14 @@ class ThreadDisplay(ProgressDisplay):
                 return False
             with self._throttle.drawing():
                 self._state.refresh()
-                bundle = mime_bundle(self._state, quick=True)
-                self._show(bundle["text/html"])
+                page = quick_page(self._state)
+                self._show(page)
             if not self._widgets:
-                self._place.put(bundle)
+                self._place.put(mime_bundle(self._state, page))
             elif self._box is None and self._state.live:
-                self._box = self._make_box(bundle["text/html"])
+                self._box = self._make_box(page)
                 model = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
-                self._place.put({**bundle, _WIDGET_VIEW: model})
+                self._place.put({**mime_bundle(self._state, page), _WIDGET_VIEW: model})
             return not self._state.over
 
     def _make_box(self, html: str) -> ipywidgets.VBox:

@@ -16,8 +16,9 @@ from nbtoolkit.views.chart import BEST, FAILED, RUNNING
 WRAPS = "white-space:pre-wrap;overflow-wrap:anywhere"
 """The style of text with lines of its own."""
 
-RULE = "var(--jp-border-color2, #8884)"
-"""The colour of borders and rules."""
+RULE = "#8884"
+"""The colour of borders and rules; JupyterLab removes styles with ``var()`` from outputs that are
+not trusted."""
 
 WIDGET_TEXT = "var(--jp-ui-font-color1, inherit)"
 """The colour of text in widgets, which have none in some front ends."""
@@ -129,16 +130,16 @@ def data_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     columns = zip(*rows, strict=True) if rows else [()] * len(header)
     sides = ["right" if any(map(_numeric, column)) else "left" for column in columns]
 
-    def line(cells: Sequence[str], tag: str, rule: str) -> str:
+    def line(cells: Sequence[str], tag: str, width: int) -> str:
         inside = "".join(
-            f'<{tag} style="text-align:{side};border-bottom:1px solid {rule};{_CELL}">'
+            f'<{tag} style="text-align:{side};border-bottom:{width}px solid {RULE};{_CELL}">'
             f"{escape(text)}</{tag.partition(' ')[0]}>"
             for text, side in zip(cells, sides, strict=True)
         )
         return f"<tr>{inside}</tr>"
 
-    head = line(header, "th scope=col", "currentColor")
-    body = "".join(line(row, "td", RULE) for row in rows)
+    head = line(header, "th scope=col", 2)
+    body = "".join(line(row, "td", 1) for row in rows)
     return (
         '<table style="width:100%;border-collapse:collapse;font-size:inherit">'
         f"<thead>{head}</thead><tbody>{body}</tbody></table>"

@@ -58,7 +58,8 @@ _CHARTS = 6
 _SPANS = 40  # of a row of the timeline
 _LOG_RATIO = 20.0  # largest to smallest value, above which a loss has a logarithmic scale
 _TRACEBACK = 8  # lines
-_LOG_LINES = 20
+_LOG_LINES = 200
+_LOG_HEIGHT = 360  # pixels; a longer log is scrolled
 _LOG_TAIL = 16_000  # bytes read from the end
 _LOG_WIDTH = 300  # characters of a line
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -261,7 +262,11 @@ def log_card(state: State, chosen: str) -> str:
     if not name:
         return ""
     text = log_text(logs[name])
-    body = code_block(text) if text else paragraph("Nothing was written yet.", faint=True)
+    if not text:
+        return card("Log", paragraph("Nothing was written yet.", faint=True), span=2, note=name)
+    # In a reversed column, the end is what is seen without scrolling.
+    style = f"display:flex;flex-direction:column-reverse;max-height:{_LOG_HEIGHT}px;overflow-y:auto"
+    body = f'<div style="{style}"><div style="flex:none">{code_block(text)}</div></div>'
     return card("Log", body, span=2, note=name)
 
 

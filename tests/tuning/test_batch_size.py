@@ -91,7 +91,7 @@ def test_an_answer_is_kept_until_it_is_forced(
     assert again == one
     assert "force=True measures" in capsys.readouterr().out
     assert "out of memory" in repr(again)
-    assert again._repr_html_().count("<svg") == 2
+    assert again._repr_html_().count("<img alt=") == 2
     forced = nb.find_batch_size(train, config, force=True, largest=8)
     assert not forced.kept
     assert forced.stopped == "no more than 8 were tried"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from base64 import b64decode
 
 import pytest
 from harmless import EVIL, Tags, assert_harmless
@@ -16,6 +17,7 @@ from nbtoolkit.views.chart import (
     Axis,
     Series,
     Span,
+    as_images,
     chart,
     sparkline,
     timeline,
@@ -100,6 +102,39 @@ def test_words_in_the_colour_of_a_state_can_be_read(colour: str) -> None:
         chip = _mixed(_rgb(colour), under, 0x2B / 255)
         assert _contrast(text, under) >= 4.5  # WCAG AA for text
         assert _contrast(text, chip) >= 4.5
+
+
+def test_what_a_chart_shows_is_said_in_words() -> None:
+    def words(*series: Series) -> str:
+        [found] = re.findall('aria-label="([^"]*)"', chart(series, x=Axis("trial"), y=Axis("loss")))
+        return found
+
+    falls = Series("best so far", [(0.0, 2.5), (1.0, 0.75)], "steps", BEST)
+    dots = Series("complete", [(0.0, 2.5), (1.0, 0.75), (2.0, 1.5)], "dots")
+    failed = Series("failed", [(3.0, 9.0), (4.0, 9.0)], "crosses", FAILED)
+    assert words(falls, dots, failed) == (
+        "loss by trial: best so far from 2.5 to 0.75; 3 complete between 0.75 and 2.5; 2 failed"
+    )
+    lines = [Series("ended", [(0.0, n), (1.0, n / 2)]) for n in (1.0, 4.0)]
+    assert words(*lines, Series("best", [(1.0, 0.25)], "ring", BEST)) == (
+        "loss by trial: 2 ended between 0.5 and 4; best 0.25"
+    )
+
+
+def test_an_image_of_a_chart_has_its_words_its_shapes_and_one_colour_for_both_themes() -> None:
+    drawn = chart([Series(EVIL, [(0.0, 1.0), (1.0, 2.0)], "dots", titles=["hover", EVIL])])
+    image = as_images(f"<p>{drawn}</p>")
+    assert_harmless(image)
+    tags = Tags(image)
+    assert tags.elements == {"p", "img"}
+    assert tags.attributes == {"alt", "width", "height", "style", "src"}
+    svg = b64decode(tags.images[0].partition(",")[2]).decode()
+    assert svg.count("<circle") == drawn.count("<circle") == 2
+    assert "hover" not in svg
+    [grey] = set(re.findall(r' color="(#\w+)"', svg))
+    assert _contrast(_rgb(grey), _rgb("#ffffff")) >= 4.5
+    assert min(_contrast(_rgb(grey), _rgb(ground)) for ground in ("#111111", "#1e1e1e")) > 3.5
+    assert as_images("no chart") == "no chart"
 
 
 def test_tables_align_numbers_on_the_right() -> None:

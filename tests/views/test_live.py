@@ -145,20 +145,34 @@ def test_a_launch_is_live_by_widgets_and_leaves_static_html(
     kernel: Notebook, launch: str, tmp_path: Path
 ) -> None:
     cell = kernel.start(f"result = {launch}); print('after')")
-    kernel.hear(view, "the widget")
-    kernel.hear(drawn("score"), "its curves")
+    live = kernel.hear(lambda message: view(message) and message["content"]["data"], "the widget")
+    assert "<svg" not in live["text/html"]  # which is stored if the notebook is saved now
+    kernel.hear(drawn("<svg"), "its curves")
     (tmp_path / "end").touch()
     closed: list[str] = []
     ended = kernel.hear(
         lambda message: closed.append(message["msg_type"]) or static("completed")(message),
         "the end",
     )
-    assert "<svg" in ended["text/html"]
+    assert '<img alt="score by step: score from' in ended["text/html"]
+    assert "<svg" not in ended["text/html"]
     assert ": completed, " in ended["text/plain"]
     done = kernel.wait(cell).ok()
     assert done.text == "after\n"
     no_view_thread(kernel)
     assert kernel.run(f"print(len({WIDGETS}))").text == "0\n"
+
+
+def test_the_lines_of_rank_0_are_in_the_log_of_the_view_and_not_below_it(
+    kernel: Notebook, tmp_path: Path
+) -> None:
+    few = {**settings(tmp_path), "train.epochs": 2}
+    cell = kernel.run(f"result = nb.launch(panel_functions.reports, {few!r})").ok()
+    assert "hello from 0" in cell.updated[-1]["text/html"]
+    assert "hello from 0" not in cell.text
+    assert "plan: 1 process" in cell.text
+    cell = kernel.run(f"nb.launch(panel_functions.reports, {few!r}, display='text')").ok()
+    assert "hello from 0" in cell.text
 
 
 @pytest.mark.long
@@ -224,7 +238,7 @@ def test_a_folder_that_cannot_be_read_for_a_moment_does_not_end_the_view(
     events.with_suffix(".aside").rename(events)
     kernel.hear(drawn("● running"), "the run again")
     (tmp_path / "end").touch()
-    assert "<svg" in kernel.hear(static("completed"), "the end")["text/html"]
+    assert "<img alt=" in kernel.hear(static("completed"), "the end")["text/html"]
     no_view_thread(kernel)
 
 
@@ -311,7 +325,7 @@ def test_under_papermill_there_are_lines_and_at_the_end_a_picture(tmp_path: Path
     assert [line for line in text if "2/2 folds" in line]
     pictures = [one["data"] for one in outputs if one.output_type == "display_data"]
     assert len(pictures) == 3
-    assert "<svg" in pictures[0]["text/html"]
+    assert "<img alt=" in pictures[0]["text/html"]
     assert not [one for one in pictures if VIEW in one]
 
 
