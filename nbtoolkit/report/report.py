@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
-from pathlib import Path
+from pathlib import Path, PosixPath
 from statistics import median
 
 from nbtoolkit.config.schema import flat_settings
@@ -18,7 +18,7 @@ from nbtoolkit.report.predictions import NoPredictions, Predictions, joined, pre
 from nbtoolkit.run.fingerprint import decides_result
 from nbtoolkit.run.paths import KIND_NAMES, TRASH, RunPaths, age_key, write_whole
 from nbtoolkit.text_table import counted, duration, metric_column, moment, shortened
-from nbtoolkit.views.chart import PALETTE, RUNNING, Axis, Series, chart
+from nbtoolkit.views.chart import PALETTE, RUNNING, Axis, Series, as_images, chart
 from nbtoolkit.views.markup import alert, card, data_table, grid, paragraph, tiles, view
 from nbtoolkit.views.page import page_html
 from nbtoolkit.views.run_cards import metric_charts, run_lines
@@ -66,7 +66,7 @@ nav a { color: inherit; margin-right: 1rem; } .dim { color: var(--dim); }
 
 def report(
     folder: str | os.PathLike[str] = "outputs", output: str | os.PathLike[str] | None = None
-) -> Path:
+) -> ReportPath:
     """Write an HTML page about all runs in a folder.
 
     The function only reads the files of the runs, and executes nothing in them. The page contains:
@@ -83,7 +83,7 @@ def report(
         output: the path of the page; None: ``report.html`` in ``folder``.
 
     Returns:
-        The path of the page.
+        The path of the page. A cell shows the contents of the page if this is its last value.
 
     Raises:
         ReportFolderError: there is no such folder, or the page cannot be written.
@@ -100,7 +100,22 @@ def report(
             allowed="a file in a folder on a disk with free space that you may write to",
             do='choose another file: output="report.html", or --output in a shell',
         ) from error
-    return target
+    written = ReportPath(target)
+    written.contents = contents
+    return written
+
+
+class ReportPath(PosixPath):
+    """The path of a report, which shows the report when it is a cell's last value.
+
+    Attributes:
+        contents: the sections of the report; None: of a path that was made from this one.
+    """
+
+    contents: RunsReport | None = None
+
+    def _repr_html_(self) -> str | None:
+        return None if self.contents is None else self.contents._repr_html_()
 
 
 def read_report(folder: str | os.PathLike[str]) -> RunsReport:
@@ -167,7 +182,7 @@ class ReportSection:
     parts: list[str] = field(default_factory=list)
 
     def _repr_html_(self) -> str:
-        return view(*self.parts)
+        return as_images(view(*self.parts))
 
     def __repr__(self) -> str:
         return f"ReportSection({self.title!r}, {counted(len(self.parts), 'part')})"
@@ -282,6 +297,11 @@ class RunsReport:
         ]
         parts = [data_table(["run", *columns], rows)] if rows else []
         return ReportSection("Throughput and device use", parts)
+
+    def _repr_html_(self) -> str:
+        return "".join(
+            f"<h3>{escape(section.title)}</h3>{section._repr_html_()}" for section in self.sections
+        )
 
     def __repr__(self) -> str:
         return f"Report({counted(len(self.runs), 'run')}, {self.folder})"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from harmless import assert_harmless
+from IPython.core.formatters import DisplayFormatter
 from kernels import SECONDS
 
 import nbtoolkit as nb
@@ -151,6 +154,19 @@ def test_a_missing_folder_and_a_page_that_cannot_be_written_are_refused(tmp_path
     with pytest.raises(ReportFolderError, match="cannot be written: Is a directory"):
         nb.report(tmp_path, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cell_whose_last_value_is_the_report_shows_it(folder: Path, tmp_path: Path) -> None:
+    written = nb.report(folder, tmp_path / "page.html")
+    shown, _ = DisplayFormatter().format(written)
+    assert_harmless(shown["text/html"])
+    titles = re.findall("<h2 [^>]*>([^<]*)</h2>", written.read_text())
+    assert re.findall("<h3>([^<]*)</h3>", shown["text/html"]) == titles
+    assert shown["text/html"].count("<img ") == written.read_text().count("<svg role=")
+    assert "<svg" not in shown["text/html"]
+    assert str(written) in shown["text/plain"]
+    shown, _ = DisplayFormatter().format(written.parent)
+    assert "text/html" not in shown
 
 
 def test_a_folder_without_runs_makes_a_page_that_says_so(tmp_path: Path) -> None:
