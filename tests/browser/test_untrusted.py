@@ -36,6 +36,7 @@ HTML('<svg id="control"><title>poured</title></svg>')
     "nb.launch(train, settings).plot()",
     "nb.sweep(train, settings, space)",
 )
+LOADED = "all => all.filter(one => one.naturalWidth > 0).map(one => one.alt)"
 IMAGES = "all => all.map(one => [one.naturalWidth, one.clientWidth, one.alt])"
 
 
@@ -58,7 +59,9 @@ def test_charts_are_seen_in_a_notebook_that_is_not_trusted(
         anna.opens(theirs.name)
         anna.output(0).get_by_text("poured").wait_for()  # so it is not trusted
         outputs = anna.page.locator(".jp-Cell-outputArea")
-        charts = outputs.locator("img").evaluate_all(IMAGES)
+        images = outputs.locator("img")
+        anna.wait_until(lambda: len(images.evaluate_all(LOADED)) == stored, "the charts")
+        charts = images.evaluate_all(IMAGES)
         assert len(charts) == stored >= 5
         for natural, shown, words in charts:
             assert natural >= 90
