@@ -360,12 +360,14 @@ class RunContext:
         return self.accelerator.prepare(*objects)
 
     def unwrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model without the wrapper of :meth:`prepare`.
+        """Return the model without the wrapper of :meth:`prepare`, and of ``torch.compile``.
 
         Its ``state_dict()`` has the original names of the parameters.
         """
-        plain: torch.nn.Module = self.accelerator.unwrap_model(model)
-        return plain
+        plain = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        # Below DDP accelerate keeps it.
+        uncompiled: torch.nn.Module = getattr(plain, "_orig_mod", plain)
+        return uncompiled
 
     @property
     def draws(self) -> RankDraws:

@@ -17,7 +17,13 @@ import pytest
 import torch
 
 from nbtoolkit.errors import CheckpointError
-from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore, StoredCheckpoint
+from nbtoolkit.run.checkpoints.checkpoint_store import (
+    CheckpointStore,
+    StoredCheckpoint,
+    read_state,
+    write_state,
+)
+from nbtoolkit.run.checkpoints.weights import load_model
 from nbtoolkit.training.checkpoints import AsyncCheckpointWriter, HostCopy
 
 PARTS = {
@@ -43,6 +49,27 @@ def test_a_checkpoint_is_read_as_it_was_put(store: CheckpointStore) -> None:
     assert json.loads((path / "manifest.json").read_text())["epoch"] == 2
     torch.testing.assert_close(entry.read("model")["weight"], torch.arange(6.0))
     assert entry.read("training") == {"progress": {"epoch": 2}, "rates": [0.1]}
+
+
+def test_names_of_torch_compile_stay_out_of_the_file_and_come_back_to_the_loop(
+    tmp_path: Path,
+) -> None:
+    path, weight = tmp_path / "last.pt", torch.arange(6.0).reshape(2, 3)
+    saved = {
+        "model": {"module._orig_mod.weight": weight, "module._orig_mod.bias": weight[:, 0]},
+        "others": [{"block._orig_mod.weight": weight}, {"weight": weight, "_orig_mod.weight": 1}],
+    }
+    write_state(path, saved)
+    outside = torch.load(path, weights_only=True)
+    assert list(outside["model"]) == ["module.weight", "module.bias"]
+    assert list(outside["others"][0]) == ["block.weight"]
+    assert list(outside["others"][1]) == ["weight", "_orig_mod.weight"]  # else one would be lost
+    loaded = read_state(path)
+    assert [list(one) for one in (loaded["model"], *loaded["others"])] == [
+        list(one) for one in (saved["model"], *saved["others"])
+    ]
+    model = load_model(path, torch.nn.Linear(3, 2))
+    torch.testing.assert_close(model.weight.detach(), weight)
 
 
 def test_an_empty_store_has_nothing_good_and_nothing_wrong(store: CheckpointStore) -> None:

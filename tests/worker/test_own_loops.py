@@ -255,6 +255,59 @@ def test_the_metrics_of_an_own_loop_are_scikit_learns(tmp_path: Any, ranks: int)
     assert found["plain"] == "Sequential"
 
 
+# --- compiled models ---
+
+
+def compiled(config: Config, ctx: RunContext) -> list[list[str]]:
+    """A loop that compiles its model, saves it in both ways, and is resumed."""
+    torch.manual_seed(0)
+    model: Any = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), backend="eager")
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if config.model.late:
+        model = ctx.unwrap(model)
+    model, optimizer = ctx.prepare(model, optimizer)
+    if config.model.late:
+        model = torch.compile(model, backend="eager")
+    for _ in range(2):
+        loss = model(torch.ones(2, 4)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    ctx.save({"model": model.state_dict()}, kind="whole")
+    model.load_state_dict(ctx.load("whole")["model"])  # type: ignore[index]
+    plain = ctx.unwrap(model)
+    ctx.save({"model": plain.state_dict()})
+    ctx.save(model.state_dict(), kind="flat")
+    return [[*plain.state_dict()], [type(plain).__name__]]
+
+
+NAMES = ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "late"), [(1, False), (2, False), (2, True)])
+def test_weights_of_a_compiled_model_have_the_names_of_the_plain_one(
+    tmp_path: Any, ranks: int, late: bool
+) -> None:
+    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path), "model.late": late}
+    result = nb.launch(compiled, settings, processes=ranks, display="off")
+    assert result.value == [NAMES, ["Sequential"]]
+    folder = result.paths.checkpoints
+    assert list(torch.load(folder / "last.pt", weights_only=True)["model"]) == NAMES
+    flat = torch.load(folder / "flat.pt", weights_only=True)
+    assert [name.removeprefix("module.") for name in flat] == NAMES
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    result.load_into(net)
+    again = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), backend="eager")
+    result.load_into(again)
+    for name in ("flat", "whole"):
+        other = nb.load_model(
+            folder / f"{name}.pt", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        )
+        for weights in (other.state_dict(), again._orig_mod.state_dict()):
+            assert all(torch.equal(weights[one], net.state_dict()[one]) for one in NAMES)
+
+
 # --- uneven batches ---
 
 

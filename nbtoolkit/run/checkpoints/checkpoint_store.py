@@ -17,10 +17,11 @@ import contextlib
 import hashlib
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, TypeAlias, TypedDict
+from typing import IO, Any, Literal, TypeAlias, TypedDict, cast
 
 from nbtoolkit.errors import CheckpointError
 from nbtoolkit.run.checkpoints import shards
@@ -71,7 +72,7 @@ def dump_state(state: Mapping[str, object], file: Any) -> None:
 
 
 def read_state(path: Path, *, mmap: bool = False) -> State:
-    """Read a file of :func:`write_state`; tensors are on the CPU.
+    """The state that :func:`write_state` was given; tensors are on the CPU.
 
     Args:
         path: the file.
@@ -91,7 +92,7 @@ def read_state(path: Path, *, mmap: bool = False) -> State:
             allowed="an undamaged file of ctx.save or fit",
             do="use another file of the run (checkpoints/best.pt, checkpoints/last.pt)",
         ) from error
-    return state
+    return cast("State", _as_given(state))
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -101,7 +102,10 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def _plain(value: object, where: str) -> object:
-    """``value`` as plain containers and tensors; raises where weights-only loading would fail."""
+    """``value`` as plain containers and tensors, without torch.compile's names.
+
+    Raises where weights-only loading would fail.
+    """
     import numpy as np
     import torch
 
@@ -110,7 +114,8 @@ def _plain(value: object, where: str) -> object:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Mapping):
-        return {key: _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        plain = {key: _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return _without_compile(plain)
     if isinstance(value, (list, tuple)):
         items = [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
@@ -122,6 +127,39 @@ def _plain(value: object, where: str) -> object:
         allowed="tensors, numbers, strings, None, and dicts, lists, tuples of them",
         do="save its state_dict() or its plain values",
     )
+
+
+# --- names of compiled models ---
+
+
+_COMPILE_PREFIX = "_orig_mod."
+_GIVEN_NAMES = "given_names"
+
+
+def without_compile(name: str) -> str:
+    """A parameter's name without what torch.compile puts before the names of a module."""
+    return name.replace(_COMPILE_PREFIX, "")
+
+
+def _without_compile(state: dict[Any, Any]) -> dict[Any, Any]:
+    """A state with the names that a model has without torch.compile; remembers the given ones."""
+    names = [without_compile(key) if isinstance(key, str) else key for key in state]
+    if names == list(state) or len(set(names)) < len(names):
+        return state
+    renamed: dict[Any, Any] = OrderedDict(zip(names, state.values(), strict=True))
+    # As an attribute, so that torch.load returns nothing but the names of the plain model.
+    setattr(renamed, _GIVEN_NAMES, list(state))
+    return renamed
+
+
+def _as_given(value: object) -> object:
+    """A state as it was saved: the loop that saved it loads it into its compiled model."""
+    if isinstance(value, dict):
+        names = getattr(value, _GIVEN_NAMES, value)
+        return {n: _as_given(item) for n, item in zip(names, value.values(), strict=True)}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_as_given(item) for item in value)
+    return value
 
 
 # --- checkpoint store ---

@@ -15,6 +15,7 @@ from nbtoolkit.run.checkpoints.checkpoint_store import (
     Kind,
     StoredCheckpoint,
     read_state,
+    without_compile,
 )
 from nbtoolkit.run.checkpoints.shards import FOLDER, MODEL, read_shards
 from nbtoolkit.run.paths import reading
@@ -171,7 +172,10 @@ def _weights_in(entry: StoredCheckpoint) -> Path:
 def _weights(
     state: Mapping[str, object], expected: Mapping[str, object], source: str
 ) -> dict[str, object]:
-    """The model's part of a state, by the model's own names (without a wrapper's ``module.``)."""
+    """The model's part of a state, by the model's own names.
+
+    Neither a wrapper's ``module.`` nor torch.compile's ``_orig_mod.`` need be in both.
+    """
     import torch
 
     inner = state.get("model")
@@ -182,8 +186,11 @@ def _weights(
             allowed="a checkpoint of fit, {'model': model.state_dict()}, or a state_dict itself",
             do="save the model with ctx.save({'model': model.state_dict()})",
         )
-    wrapped = _all_wrapped(weights) and not _all_wrapped(expected)
-    return {name.removeprefix("module.") if wrapped else name: weights[name] for name in weights}
+    saved = {without_compile(name): value for name, value in weights.items()}
+    names = {without_compile(name): name for name in expected}
+    if _all_wrapped(saved) and not _all_wrapped(names):
+        saved = {name.removeprefix("module."): value for name, value in saved.items()}
+    return {names.get(name, name): value for name, value in saved.items()}
 
 
 def _all_wrapped(names: Iterable[str]) -> bool:
