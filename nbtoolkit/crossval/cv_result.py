@@ -107,6 +107,7 @@ class CVResult:
         folds: the folds.
         paths: the folder; its subfolder ``folds`` contains the runs of the folds.
         seconds: wall time of the last session.
+        shared_files: files outside the folds' folders that several folds have written.
     """
 
     def __init__(self, paths: RunPaths) -> None:
@@ -120,6 +121,7 @@ class CVResult:
         with reading(paths.result):
             self.status: Status = ended["status"]
             self.seconds: float = ended["seconds"]
+            self.shared_files: list[str] = ended["summary"].get("shared_files", [])
         self.folds = Folds.load(paths.folder / FOLDS_FILE)
         self._finished = finished_folds(paths.folder, len(self.folds))
 
@@ -370,7 +372,8 @@ class CVResult:
             std = self.std
             scores = [f"{name}={mean:.4g} ± {std[name]:.2g}" for name, mean in self.mean.items()]
         done = f"{len(self._finished)} of {len(self.folds)} folds"
-        return f"CVResult({', '.join([self.status, done, *scores])}, {self.paths.folder})"
+        shared = f", several jobs wrote {', '.join(self.shared_files)}" if self.shared_files else ""
+        return f"CVResult({', '.join([self.status, done, *scores])}, {self.paths.folder}{shared})"
 
     def _repr_html_(self) -> str:
         table = FoldTable(name=self.paths.run_id, folds=len(self.folds))

@@ -40,11 +40,13 @@ class JobListener:
         reported: receives a report; may return the status to leave with.
         announced: receives the names of the metrics that will be reported.
         unread: receives a warning about how the function uses its settings, folds and loaders.
+        written: receives the files that the job has written outside its folder.
     """
 
     reported: Callable[[Mapping[str, float], int | None], str | None]
     announced: Callable[[Sequence[str], Sequence[str], int], None]
     unread: Callable[[str], None]
+    written: Callable[[Sequence[str]], None]
 
 
 class RunSupervisor:
@@ -283,6 +285,8 @@ class RunSupervisor:
             self._answer_if_all_ask(worker_group)
         elif isinstance(message, messages.MetricsAnnounced) and listener is not None:
             listener.announced(message.names, message.stems, message.first_step)
+        elif isinstance(message, messages.FilesWritten) and listener is not None:
+            listener.written(message.paths)
         elif isinstance(message, messages.ModulesImported):
             self._spawner.import_ahead(message.names)
 

@@ -87,6 +87,12 @@ class UsageWarning(Statement):
     text: str
 
 
+class FilesWritten(Statement):
+    """The files that a job of a search has written outside its folder."""
+
+    paths: list[str]
+
+
 class LastWord(Statement):
     """How the function ended; ``phase``: the rank's phase from then on."""
 

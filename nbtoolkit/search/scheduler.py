@@ -10,6 +10,7 @@ import importlib
 import json
 import socket
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from nbtoolkit.errors import NbtoolkitError
@@ -60,6 +61,8 @@ class SearchScheduler:
         self._running: list[JobRunner] = []
         self._idle = IdleWorkers(spawner)
         self._unread: set[str] = set()  # warnings that were given
+        self._writers: dict[str, str] = {}  # the first job that wrote a file, by path
+        self._shared_files: list[str] = []
         self._started_at = 0.0  # start of the last job (monotonic)
 
     def run(self) -> None:
@@ -158,6 +161,7 @@ class SearchScheduler:
             reported=partial(self._algorithm.on_report, job),
             announced=partial(self._algorithm.on_announcement, job),
             unread=self._warn_once,
+            written=partial(self._note_files, job),
         )
         return JobRunner(job, slot, self._request, self._spawner, listener, self._idle)
 
@@ -166,6 +170,16 @@ class SearchScheduler:
         if text not in self._unread:
             self._unread.add(text)
             self._record.note(text, level="warning")
+
+    def _note_files(self, job: SearchJob, paths: Sequence[str]) -> None:
+        """Warn of the first file that two jobs wrote; the result names all of them."""
+        for path in paths:
+            first = self._writers.setdefault(path, job.key)
+            if first == job.key or path in self._shared_files:
+                continue
+            if not self._shared_files:
+                self._record.note(_shared_file(path, first, job.key), level="warning")
+            self._shared_files.append(path)
 
     def _seconds_left(self) -> float | None:
         deadline = self._request.deadline
@@ -229,7 +243,7 @@ class SearchScheduler:
     # --- the end ---
 
     def _complete(self, status: str) -> None:
-        summary = self._algorithm.close(status)
+        summary = {**self._algorithm.close(status), "shared_files": self._shared_files}
         self._record.complete(status, 1, summary=summary)
         notify_files_changed(self._loop.kernel)
 
@@ -247,3 +261,13 @@ class SearchScheduler:
             runner.abandon()
         self._running = []
         self._idle.close()
+
+
+def _shared_file(path: str, first: str, second: str) -> str:
+    return (
+        f"two jobs wrote the same file, {path} ({first} and {second}): a job that reads it may get "
+        "what the other one wrote\n"
+        "  Allowed: files in the folder of the job, ctx.paths.folder\n"
+        '  Do now:  ctx.save(state, kind="best") and ctx.load("best") for weights; '
+        "ctx.paths.folder / name for other files"
+    )

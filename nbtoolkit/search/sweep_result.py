@@ -48,6 +48,7 @@ class SweepResult:
             (``reevaluate_top``), it is the mean of the values. None if no trial is complete, or if
             there are several metrics.
         best_trial: the number of the best trial; None if there is none.
+        shared_files: files outside the trials' folders that several jobs have written.
     """
 
     def __init__(self, paths: RunPaths) -> None:
@@ -64,6 +65,7 @@ class SweepResult:
             self.summary = cast("dict[str, Any]", ended["summary"])
             self.best_value: float | None = self.summary["best_value"]
             self.best_trial: int | None = self.summary["best"]
+            self.shared_files: list[str] = self.summary.get("shared_files", [])
 
     @property
     def best_params(self) -> dict[str, Any]:
@@ -196,7 +198,8 @@ class SweepResult:
 
     def __repr__(self) -> str:
         best = "none" if self.best_value is None else f"{self.best_value:.6g}"
-        return f"SweepResult({self.status}, best={best}, {self.paths.folder})"
+        shared = f", several jobs wrote {', '.join(self.shared_files)}" if self.shared_files else ""
+        return f"SweepResult({self.status}, best={best}, {self.paths.folder}{shared})"
 
     def _repr_html_(self) -> str:
         table = SweepTable.of(self.sweep_config)

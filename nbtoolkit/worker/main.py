@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ from nbtoolkit.worker.collectives import new_gloo_group, without_gloo_lines
 from nbtoolkit.worker.context import RunContext
 from nbtoolkit.worker.forking import die_with_parent, end_process
 from nbtoolkit.worker.process_group import torchrun_conditions
+from nbtoolkit.worker.written_files import written_files
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -123,6 +125,8 @@ def _run_job(job: RankJob, rank: int, channel: SupervisorChannel) -> None:
     try:
         with torchrun_conditions(context):
             function = job.load()
+            if spec.reuse_workers:  # a job of a search: others run in the same working directory
+                function = _noting_files(function, spec.paths, channel)
             channel.send(messages.PhaseReached(phase="ready"))
             if channel.wait() is not None:  # the supervisor sends Go when every rank is ready
                 _call_and_report(function, context, channel, imports)
@@ -231,6 +235,23 @@ def call_function(function: Callable[..., Any], context: RunContext) -> tuple[An
     except OSError as error:
         raise folder_error(path, error) from error
     return value, reads
+
+
+def _noting_files(
+    function: Callable[..., Any], paths: RunPaths, channel: SupervisorChannel
+) -> Callable[..., Any]:
+    """The function; at its end the supervisor is told which files it wrote outside its folder."""
+
+    @wraps(function)
+    def noting(config: object, ctx: object) -> object:
+        with written_files(paths.folder) as files:
+            try:
+                return function(config, ctx)
+            finally:
+                if files:
+                    channel.send(messages.FilesWritten(paths=files))
+
+    return noting
 
 
 def _call_and_report(

@@ -66,6 +66,33 @@ def test_a_function_that_reads_no_fold_is_warned_of_once(config: nb.Config) -> N
     assert not any(e.type == "note" and "ctx.fold" in e.text for e in events)
 
 
+def writes_in_the_working_directory(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+    import torch
+
+    torch.save({"fold": ctx.fold.index}, "best.pt")  # torch opens it in C++
+    Path("scores.txt").write_text("1")
+    Path(f"fold-{ctx.fold.index}.txt").write_text("a name of its own")
+    with open("log.txt", "a") as log:
+        log.write("a line\n")
+    (ctx.paths.folder / "own.txt").write_text("in the job's folder")
+    ctx.save({"fold": ctx.fold.index}, kind="best")
+    ctx.cached("shared on purpose", lambda: torch.ones(1))
+    return {"loss": float(torch.load("best.pt")["fold"])}
+
+
+def test_a_file_that_two_folds_write_is_named_with_the_calls_to_use(
+    config: nb.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    cv = quiet(writes_in_the_working_directory, config)
+    assert cv.shared_files == [str(tmp_path / "best.pt"), str(tmp_path / "scores.txt")]
+    assert f"several jobs wrote {tmp_path / 'best.pt'}" in repr(cv)
+    notes = [e.text for e in EventReader(cv.paths.events).read() if e.type == "note"]
+    (told,) = [text for text in notes if "wrote the same file" in text]
+    assert 'ctx.save(state, kind="best")' in told
+    assert "ctx.paths.folder" in told
+
+
 def plain_loop() -> tuple[np.ndarray, list[float]]:
     """What anybody would write without us: out-of-fold predictions, and each fold's error."""
     inputs, targets = load_diabetes(return_X_y=True)
