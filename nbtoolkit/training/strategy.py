@@ -209,10 +209,13 @@ def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
     """The norm of the gradients."""
     import torch  # torch.nn.utils.get_total_norm is public from torch 2.7 on only
 
-    norm = torch.linalg.vector_norm
+    def norm(values: Tensor) -> Tensor:
+        wide = torch.promote_types(values.dtype, torch.float32)  # half precision would overflow
+        total: Tensor = torch.linalg.vector_norm(values, dtype=wide)
+        return total
+
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    total: Tensor = norm(torch.stack([norm(grad, dtype=torch.float32) for grad in gradients]))
-    return total
+    return norm(torch.stack([norm(gradient) for gradient in gradients]))
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], ranks: int) -> None:

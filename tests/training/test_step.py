@@ -28,6 +28,7 @@ from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import check_labels
 from nbtoolkit.training.model import find_blocks, first_compressed
 from nbtoolkit.training.step import Recipe, TrainStep
+from nbtoolkit.training.strategy import grad_norm
 from nbtoolkit.worker.channel import RecordChannel
 from nbtoolkit.worker.context import RunContext
 
@@ -725,3 +726,12 @@ def test_a_model_that_cannot_be_compiled_says_which_switch_it_was(
     what = r"torch\.compile cannot compile this model here: [\s\S]*train\.compile: false"
     with pytest.raises(FitError, match=what):
         launch(train, {"train.compile": True}, ranks=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_the_norm_of_gradients_is_that_of_all_in_any_precision(dtype: torch.dtype) -> None:
+    first, second, frozen = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(3))
+    first.grad, second.grad = torch.full_like(first, 300.0), torch.full_like(second, 400.0)
+    norm = grad_norm([first, second, frozen])
+    assert norm.item() == pytest.approx(500 * 2**0.5)
+    assert norm.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
