@@ -389,6 +389,7 @@ Status = Literal["completed", "pruned", "stopped", "deadline"]
 class SearchSummary(TypedDict, total=False):
     """What a search adds to its result; the best trial is a sweep's with one metric."""
 
+    shared_files: list[str]
     best: int | None
     best_value: float | None
     best_params: dict[str, Any] | None
