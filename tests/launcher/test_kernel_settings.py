@@ -107,7 +107,7 @@ def test_log_lines_go_where_the_kernels_basic_config_writes_them(
     logging.getLogger("mine").propagate = True
     """).ok()
     for _ in range(2):  # ranks that wait for the second launch add no handler twice
-        cell = kernel.run("r = run(writes); print(r.paths.log(1).read_text())").ok()
+        cell = kernel.run("r = run(writes, display='text'); print(r.paths.log(1).read_text())").ok()
         for rank in range(2):
             for name in ("root", "mine", "__main__"):
                 assert cell.text.count(f"INFO|info of {name} on rank {rank}") == 1
