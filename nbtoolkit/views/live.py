@@ -251,12 +251,7 @@ def running_cell() -> int | None:
 
 
 def mime_bundle(state: State, page: str) -> dict[str, str]:
-    """Return what a cell stores: HTML, and text for front ends that show none.
-
-    Args:
-        state: of the folder.
-        page: from :func:`page_html`, or from :func:`quick_page`.
-    """
+    """Return what a cell stores: the page, and text for front ends that show no HTML."""
     return {"text/plain": summary_line(state), "text/html": as_images(page)}
 
 
