@@ -204,7 +204,7 @@ def _check_agrees(arguments: Mapping[str, Any]) -> None:
             f"init_process_group({_text(asked)}) asks for another process group than the ranks of "
             f"this run have: {_text(exists)}",
             allowed="the values of the group that exists, or none",
-            do=f"leave out {' and '.join(sorted(different))}: init_process_group() then uses the "
+            do=f"leave out {', '.join(sorted(different))}: init_process_group() then uses the "
             "group that nb.launch has formed",
         )
 
