@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationInfo
+
+from nbtoolkit.config.reads import add_asked, mark_asked, names_asked
 
 
 @dataclass(frozen=True)
@@ -27,26 +29,35 @@ class FreeSection(Mapping[str, Any]):
     ``"hidden" in config.model`` all work. Nested mappings become FreeSections, lists become tuples.
     The names of a mapping's own methods (``get``, ``items``, ``keys``, ``values``) need ``[...]``.
 
+    It notes the names that are asked for (:mod:`nbtoolkit.config.reads`).
+
     Args:
         values: plain values, as a YAML file can hold them.
+        name: the section's dotted name.
 
     Raises:
         ValueError: a value cannot be written to a YAML file.
     """
 
-    __slots__ = ("_values",)
+    __slots__ = ("_name", "_values")
     _values: dict[str, object]
+    _name: str
 
-    def __init__(self, values: Mapping[str, object] | None = None) -> None:
-        frozen = {key: _frozen(value, key) for key, value in (values or {}).items()}
+    def __init__(self, values: Mapping[str, object] | None = None, name: str = "") -> None:
+        prefix = f"{name}." if name else ""
+        frozen = {key: _frozen(value, key, prefix) for key, value in (values or {}).items()}
         object.__setattr__(self, "_values", frozen)
+        object.__setattr__(self, "_name", name)
 
     def __getitem__(self, key: str) -> Any:
+        mark_asked(self._name, key)
         return self._values[key]
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and name in self._values:
-            return self._values[name]
+        if not name.startswith("_"):
+            mark_asked(self._name, name)
+            if name in self._values:
+                return self._values[name]
         names = ", ".join(self._values) or "nothing"
         raise AttributeError(f"no setting {name!r} in this section; it has: {names}")
 
@@ -56,7 +67,13 @@ class FreeSection(Mapping[str, Any]):
         )
 
     def __iter__(self) -> Iterator[str]:
+        mark_asked(self._name, "*")
         return iter(self._values)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, FreeSection):
+            return self._values == other._values
+        return self._values == other
 
     def __len__(self) -> int:
         return len(self._values)
@@ -71,26 +88,34 @@ class FreeSection(Mapping[str, Any]):
         return sorted({*super().__dir__(), *self._values})
 
     def __reduce__(self) -> tuple[object, ...]:
-        return FreeSection, (self.to_dict(),)
+        return _unpickled, (self.to_dict(), self._name, names_asked())
 
     def to_dict(self) -> dict[str, object]:
         """Convert the section to plain dicts, lists and values."""
+        mark_asked(self._name, "*", only_recorded=True)
         return {key: _thawed(value) for key, value in self._values.items()}
 
 
-def _frozen(value: object, name: object) -> object:
+def _unpickled(values: dict[str, object], name: str, asked: frozenset[str]) -> FreeSection:
+    """A section, with what the process that pickled it has asked for."""
+    add_asked(asked)
+    return FreeSection(values, name)
+
+
+def _frozen(value: object, name: object, prefix: str) -> object:
     if not isinstance(name, str):
         raise ValueError(f"the name {name!r} is not a string")
-    if value is None or isinstance(value, (str, bool, int, float, FreeSection)):
-        return value
     if isinstance(value, Mapping):
-        full_names = {key: f"{name}.{key}" if isinstance(key, str) else key for key in value}
-        return FreeSection({key: _frozen(value[key], full) for key, full in full_names.items()})
+        values = value._values if isinstance(value, FreeSection) else value
+        return FreeSection(values, f"{prefix}{name}")
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
     if isinstance(value, (list, tuple)):
-        return tuple(_frozen(item, f"{name}.{i}") for i, item in enumerate(value))
+        return tuple(_frozen(item, f"{name}.{i}", prefix) for i, item in enumerate(value))
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    raise ValueError(f"{name!r} is a {type(value).__name__}, which YAML cannot hold")
+    full = f"{prefix}{name}"
+    raise ValueError(f"{full!r} is a {type(value).__name__}, which YAML cannot hold")
 
 
 def _thawed(value: object) -> object:
@@ -125,11 +150,12 @@ def _choices(hint: object) -> Iterator[str]:
         yield {types.NoneType: "null", str: "a string"}[hint]
 
 
-def _free_section(value: object) -> FreeSection:
+def _free_section(value: object, info: ValidationInfo) -> FreeSection:
     # None: `options:` with nothing under it.
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{value!r} is not a section")
-    return value if isinstance(value, FreeSection) else FreeSection(value)
+    values = value._values if isinstance(value, FreeSection) else value
+    return FreeSection(values, info.field_name or "")
 
 
 def _number(value: object) -> object:
@@ -229,7 +255,7 @@ Free = Annotated[
 def _param_groups(value: object) -> tuple[FreeSection, ...]:
     if not isinstance(value, (list, tuple)):
         raise ValueError("not a list of groups")
-    groups = tuple(_free_section(group) for group in value)
+    groups = tuple(FreeSection(group) for group in value)
     for group in groups:
         match = group.get("match")
         patterns = match if isinstance(match, tuple) else (match,)

@@ -18,7 +18,7 @@ from nbtoolkit.config.fields import (
     Text,
     Texts,
 )
-from nbtoolkit.config.validation import mark_read
+from nbtoolkit.config.reads import mark_read
 from nbtoolkit.errors import ConfigError
 
 Auto = Literal["auto"]

@@ -1,4 +1,4 @@
-"""Report unknown settings, invalid values, conflicting settings and settings without effect.
+"""Report unknown settings, invalid values and conflicting settings.
 
 The module also infers from a metric's name whether the metric is maximized or minimized.
 """
@@ -9,8 +9,7 @@ import functools
 import json
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_type_hints
 from urllib.parse import urlsplit
 
@@ -360,113 +359,3 @@ def _words(metric: str) -> list[str]:
     parts = re.findall(r"[a-z]+[0-9]*|[0-9]+", words)
     # top5 accuracy, rouge1, hits10: the number is no part of a known word, except in f1 and r2.
     return [part if part in LOW | HIGH else part.rstrip("0123456789") for part in parts]
-
-
-# --- settings without effect ---
-
-
-# Settings that take part in the plan, and so have an effect without nb.fit.
-_PLANNED = {
-    "optim": ("lr_rule",),
-    "train": ("batch_size", "batch_size_per_device", "precision", "gradient_accumulation_steps"),
-}
-# Settings of other sections that only nb.fit uses. `checkpoint.every_minutes` is not listed: the
-# host's overlay sets it, not the user.
-_ONLY_FIT = {
-    "checkpoint": ("every_epochs", "every_steps", "keep_last"),
-    "distributed": ("compression", "powersgd_rank"),
-    "tracking": ("log_every_n_steps", "record_samples"),
-}
-
-# One set of read settings for each open `record_reads` block.
-_recordings: list[set[str]] = []
-
-
-def mark_read(section: str, name: str) -> None:
-    """Record that a setting is read, if a training function runs in this process.
-
-    Args:
-        section: the name of the section's class, such as ``Optim``.
-        name: the attribute; ``__dict__`` is the whole section (dumps, copies, comparisons).
-    """
-    for reads in _recordings:
-        reads.add(f"{section.lower()}.{name}")
-
-
-def mark_used(names: Iterable[str] = ("*",)) -> None:
-    """Record settings that are used without reading the config; ``*`` stands for all settings."""
-    for reads in _recordings:
-        reads.update(names)
-
-
-@contextmanager
-def record_reads() -> Iterator[set[str]]:
-    """Record the settings that any thread of this process reads inside the block."""
-    reads: set[str] = set()
-    _recordings.append(reads)
-    try:
-        yield reads
-    finally:
-        _recordings.remove(reads)
-
-
-def unused_settings(config: Config, reads: set[str], searched: Iterable[str] = ()) -> str | None:
-    """Return a warning about settings without effect on a training function, or None.
-
-    Args:
-        config: the run's configuration.
-        reads: the settings that the function read.
-        searched: settings that a search sets, even to their defaults.
-    """
-    if "*" in reads:
-        return None
-    unused = [
-        name
-        for name in _fit_settings(config, {*searched})
-        if not reads & {name, f"{name.partition('.')[0]}.__dict__"}
-    ]
-    if not unused:
-        return None
-    listed = "".join(f"\n    {name} ({config.place(name)})" for name in unused)
-    return (
-        "settings without effect: only nb.fit uses them, and the training function has ended "
-        f"without calling it and without reading them:{listed}\n"
-        "  Allowed: settings that nb.fit or the training function uses\n"
-        f"  Do now:  read them in the function (config.{unused[0]}), call nb.fit, or delete them"
-    )
-
-
-def searched_in_vain(config: Config, reads: set[str], searched: Iterable[str]) -> str | None:
-    """Return a warning about a search of ``model`` settings that the function never read, or None.
-
-    ``data`` settings do not count: the processes of a loader may read them.
-
-    Args:
-        config: the trial's configuration.
-        reads: the settings that the function read; ``config.model`` stands for the whole section.
-        searched: settings that the search sets.
-    """
-    if reads & {"config.model", "config.__dict__"}:
-        return None
-    unread = [name for name in searched if name.startswith("model.") and name not in reads]
-    if not unread:
-        return None
-    listed = "".join(f"\n    {name} ({config.place(name)})" for name in unread)
-    return (
-        "settings without effect: the search sets them, and the training function has ended "
-        f"without reading config.model or ctx.params:{listed}\n"
-        "  Allowed: a space of settings that the training function reads\n"
-        f"  Do now:  build the model from config.{unread[0]}, or take it out of the space"
-    )
-
-
-def _fit_settings(config: Config, searched: set[str]) -> Iterator[str]:
-    """Yield the names of nb.fit's settings that are searched or differ from their defaults."""
-    for section in (*_PLANNED, *_ONLY_FIT):
-        values: BaseModel = getattr(config, section)
-        fields_of = type(values).model_fields
-        for name in _ONLY_FIT.get(section, fields_of):
-            dotted = f"{section}.{name}"
-            is_set = dotted in searched or getattr(values, name) != fields_of[name].default
-            if is_set and name not in _PLANNED.get(section, ()):
-                yield dotted

@@ -82,6 +82,9 @@ class CrossValidationAlgorithm:
     def on_report(self, job: SearchJob, metrics: Mapping[str, float], step: int | None) -> None:
         """Do nothing: a fold always runs to its end."""
 
+    def on_unread(self, job: SearchJob, names: Sequence[str]) -> None:
+        """Do nothing: a cross-validation has no parameters."""
+
     def on_announcement(
         self, job: SearchJob, names: Sequence[str], stems: Sequence[str], first_step: int
     ) -> None:

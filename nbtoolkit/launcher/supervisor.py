@@ -39,13 +39,14 @@ class JobListener:
     Attributes:
         reported: receives a report; may return the status to leave with.
         announced: receives the names of the metrics that will be reported.
-        unread: receives a warning about how the function uses its settings, folds and loaders.
+        unread: receives a warning about how the function uses its settings, folds and loaders,
+            and which settings of a search it has not read.
         written: receives the files that the job has written outside its folder.
     """
 
     reported: Callable[[Mapping[str, float], int | None], str | None]
     announced: Callable[[Sequence[str], Sequence[str], int], None]
-    unread: Callable[[str], None]
+    unread: Callable[[str, Sequence[str]], None]
     written: Callable[[Sequence[str]], None]
 
 
@@ -272,7 +273,7 @@ class RunSupervisor:
         worker_group.note(rank, message)
         listener = self._listener
         if isinstance(message, messages.UsageWarning) and listener is not None:
-            listener.unread(message.text)
+            listener.unread(message.text, message.searched)
         elif isinstance(message, (Event, messages.UsageWarning)):
             record_statement(self.record, message)
             if isinstance(message, MetricsReported):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from nbtoolkit.run.rank_check import Weights
@@ -82,9 +82,13 @@ class LongOperation(Statement):
 
 
 class UsageWarning(Statement):
-    """A warning of how the function uses settings, folds, loaders; a search gives it once."""
+    """A warning of how the function uses settings, folds, loaders; a search gives it once.
+
+    ``searched``: settings of the search that the function has not read.
+    """
 
     text: str
+    searched: list[str] = field(default_factory=list)
 
 
 class FilesWritten(Statement):

@@ -183,6 +183,9 @@ class SearchAlgorithm(Protocol):
     ) -> str | None:
         """Judge a report: ``"pruned"`` ends the job, None lets it continue."""
 
+    def on_unread(self, job: SearchJob, names: Sequence[str]) -> None:
+        """Receive the parameters that a job's function has ended without reading."""
+
     def on_announcement(
         self, job: SearchJob, names: Sequence[str], stems: Sequence[str], first_step: int
     ) -> None:

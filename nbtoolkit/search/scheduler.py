@@ -160,16 +160,18 @@ class SearchScheduler:
         listener = JobListener(
             reported=partial(self._algorithm.on_report, job),
             announced=partial(self._algorithm.on_announcement, job),
-            unread=self._warn_once,
+            unread=partial(self._warn_once, job),
             written=partial(self._note_files, job),
         )
         return JobRunner(job, slot, self._request, self._spawner, listener, self._idle)
 
-    def _warn_once(self, text: str) -> None:
+    def _warn_once(self, job: SearchJob, text: str, searched: Sequence[str]) -> None:
         """Warn of settings without effect once per search, not once per trial."""
         if text not in self._unread:
             self._unread.add(text)
             self._record.note(text, level="warning")
+        if searched:
+            self._algorithm.on_unread(job, searched)
 
     def _note_files(self, job: SearchJob, paths: Sequence[str]) -> None:
         """Warn of the first file that two jobs wrote; the result names all of them."""

@@ -282,6 +282,20 @@ class SweepAlgorithm:
             trial.first_step = first_step
             self._refuse_misspelt(trial, names, stems)
 
+    def on_unread(self, job: SearchJob, names: Sequence[str]) -> None:
+        """End the sweep if its first trial never read a parameter: no trial depends on it."""
+        trial = self._jobs.get(job.key)
+        if trial is None or self._recorder.counts:
+            return
+        listed = ", ".join(names)
+        self._end_with(trial, f"the function has not read {listed}")
+        raise SweepError(
+            f"the space has {listed}, and the first trial has ended without reading it",
+            allowed="parameters that the function reads in every trial; `when` names the choices "
+            "for which it reads them",
+            do=f"read config.{names[0]} or ctx.params, correct the name, or remove it",
+        )
+
     def _refuse_misspelt(
         self, trial: RunningTrial, names: Sequence[str], stems: Sequence[str] = ()
     ) -> None:
@@ -295,12 +309,7 @@ class SweepAlgorithm:
     ) -> NoReturn:
         """End the sweep, because no trial will have a value."""
         available = ", ".join(names) or "none"
-        self._live.pop(trial.key, None)
-        if trial.seed is None:
-            self._recorder.end(
-                trial, "failed", f"no {metric} among the reported metrics: {available}"
-            )
-        self.close("failed")
+        self._end_with(trial, f"no {metric} among the reported metrics: {available}")
         raise SweepError(
             f"study.metric is {metric!r}, but the first trial has the metrics: {available}",
             allowed="a metric that every trial reports or returns",
@@ -308,6 +317,13 @@ class SweepAlgorithm:
             if near
             else f"report or return {metric}, or name another one under study.metric",
         )
+
+    def _end_with(self, trial: RunningTrial, fault: str) -> None:
+        """End the sweep with a failed trial."""
+        self._live.pop(trial.key, None)
+        if trial.seed is None:
+            self._recorder.end(trial, "failed", fault)
+        self.close("failed")
 
     def _judge(self, job: SearchJob, trial: RunningTrial, value: float, step: int | None) -> None:
         direction = self._sweep_config.directions[0]

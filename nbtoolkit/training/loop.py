@@ -11,8 +11,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
 
+from nbtoolkit.config.reads import mark_used
 from nbtoolkit.config.schema import ConfigLike, as_config
-from nbtoolkit.config.validation import mark_used
 from nbtoolkit.errors import CheckpointError, RunStopped
 from nbtoolkit.run.checkpoints.checkpoint_store import StoredCheckpoint
 from nbtoolkit.run.paths import write_json

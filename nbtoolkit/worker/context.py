@@ -14,7 +14,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from nbtoolkit.config.aliases import refuse_old_name
-from nbtoolkit.config.validation import mark_used, searched_in_vain, unused_settings
+from nbtoolkit.config.reads import mark_used
+from nbtoolkit.config.unused import unread_names, unread_settings, unused_names, unused_settings
 from nbtoolkit.errors import CheckpointError, ReportError, RunStopped
 from nbtoolkit.run import messages
 from nbtoolkit.run.checkpoints.checkpoint_store import State, read_state, write_state
@@ -285,15 +286,18 @@ class RunContext:
         """
         if not self.is_main:
             return
+        unused = unused_names(self.config, reads, self._params)
+        unread = unread_names(self.config, reads)
         texts = [
-            unused_settings(self.config, reads, self._params),
-            searched_in_vain(self.config, reads, self._params),
+            unused_settings(self.config, unused),
+            unread_settings(self.config, unread),
             _FOLD_UNREAD if self._fold is not None and not self._fold_read else None,
         ]
         if self._loaders is not None and self.weights():
             texts.append(self._loaders.warning(self.world_size))
+        searched = [name for name in self._params if name in unread]
         for text in filter(None, texts):
-            self._warn(text)
+            self._channel.send(messages.UsageWarning(text=text, searched=searched))
 
     def _warn(self, text: str) -> None:
         self._channel.send(messages.UsageWarning(text=text))

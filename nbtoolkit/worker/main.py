@@ -25,7 +25,7 @@ from functools import wraps
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from nbtoolkit.config.validation import record_reads
+from nbtoolkit.config.reads import record_reads
 from nbtoolkit.environment.installed import ImportRecorder
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.variables import RANK_MARK

@@ -339,8 +339,8 @@ def test_a_mistake_is_shown_where_it_stands(write: Write, text: str, message: st
         ({3: 1}, r"override 3: is not a dotted name"),
         ({"train": {"epoch": 1}}, r"override 'train': unknown setting 'train.epoch'"),
         ({"optim.lr.x": 1}, r"optim.lr: {'x': 1} is not allowed"),
-        ({"model.f": len}, r"override 'model.f': model: 'f' is a builtin_function_or_method"),
-        ({"model": {"a": {"b": [{1, 2}]}}}, r"model: 'a.b.0' is a set"),
+        ({"model.f": len}, r"override 'model.f': model: 'model.f' is a builtin_function_or_method"),
+        ({"model": {"a": {"b": [{1, 2}]}}}, r"model: 'model.a.b.0' is a set"),
         ({"model.a": 1, "model.a.b": 2}, r"'a' is both a value and a section"),
     ],
 )

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config, load_config
+from nbtoolkit.errors import SweepError
 from nbtoolkit.run.events import EventReader
 
 SAID = "settings without effect"
@@ -153,20 +154,123 @@ def builds_a_model(config: Any, ctx: Any) -> dict[str, float]:
     return {"val_loss": 1 / config.model.hidden}
 
 
-@pytest.mark.parametrize(("train", "count"), [(own_loop, 1), (builds_a_model, 0), (reads_any, 0)])
-def test_a_sweep_names_a_setting_of_the_model_that_no_trial_reads(
-    tmp_path: Path, train: Any, count: int
+def other_name(config: Any, ctx: Any) -> dict[str, float]:
+    return {"val_loss": float(config.model.get("hiden", 64))}
+
+
+@pytest.mark.parametrize(
+    ("train", "name"),
+    [
+        (own_loop, "model.hidden"),
+        (other_name, "model.hidden"),
+        (builds_a_model, None),
+        (reads_any, None),
+    ],
+)
+def test_a_sweep_over_a_name_that_the_first_trial_never_read_ends_there(
+    tmp_path: Path, train: Any, name: str | None
 ) -> None:
     pytest.importorskip("optuna")
     config = Config().with_overrides(
         {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path)}
     )
-    study = {"metric": "val_loss", "sampler": "grid"}
-    sweep_config = {"study": study, "space": {"model.hidden": [8, 16]}}
-    result = nb.sweep(train, config, sweep_config, display="off")
-    texts = warnings(result.paths.folder)
-    assert len(texts) == count  # of both trials together
-    assert all("model.hidden (override 'model.hidden')" in text for text in texts)
+    space = {name or "model.hidden": [0.125, 0.25]}
+    sweep_config = {"study": {"metric": "val_loss", "sampler": "grid"}, "space": space}
+    if name is None:
+        result = nb.sweep(train, config, sweep_config, display="off")
+        assert warnings(result.paths.folder) == []
+        return
+    what = rf"the space has {name}, and the first trial has ended without reading it[\s\S]*`when`"
+    with pytest.raises(SweepError, match=what):
+        nb.sweep(train, config, sweep_config, display="off")
+
+
+# --- names of the user's own ---
+
+
+def reads_model(config: Any, ctx: Any) -> dict[str, float]:
+    block = config.model.block
+    values = [config.model.get("hidden", 64), block["kernel"], *config.data.augment.values()]
+    return {"val_loss": float(sum(values))}
+
+
+def passes_on(config: Any, ctx: Any) -> dict[str, float]:
+    return {"val_loss": float(len({**config.model, **config.data.to_dict()}))}
+
+
+def fits_a_model(config: Any, ctx: Any) -> dict[str, float]:
+    config.model.get("hidden", 64)
+    return fits(config, ctx)
+
+
+def loads(config: Any, ctx: Any) -> dict[str, float]:
+    class Rows(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> int:
+            return index * int(config.data.factor)
+
+    loader = torch.utils.data.DataLoader(Rows(), num_workers=1)
+    return {"val_loss": float(sum(map(int, loader)) + config.model.get("hidden", 1))}
+
+
+OWN = {
+    "model": {"hiden": 32, "block": {"kernel": 3, "stride": 2}},
+    "data": {"augment": {"flip": 1}},
+}
+
+
+def own_names(folder: Path, **more: Any) -> Config:
+    quiet = {"tracking.mlflow": False, "runtime.output_dir": str(folder / "out")}
+    return load_config(env=None, overrides={**quiet, **(more or OWN)})
+
+
+@pytest.mark.parametrize(("start", "ranks"), [("forkserver", 1), ("forkserver", 2), ("inline", 1)])
+def test_a_name_below_model_that_nobody_read_is_named_with_the_one_that_was_asked_for(
+    tmp_path: Path, start: Any, ranks: int
+) -> None:
+    config = own_names(tmp_path)
+    result = nb.launch(reads_model, config, start=start, processes=ranks, display="off")
+    (text,) = warnings(result.paths.folder)
+    assert "model.hiden (override 'model'): did you mean model.hidden?" in text
+    assert "model.block.stride (override 'model')" in text
+    for other in ("kernel", "augment"):
+        assert other not in text
+
+
+def test_it_is_named_beside_nb_fit_too(tmp_path: Path) -> None:
+    config = own_names(tmp_path).with_overrides({"train.epochs": 1, "checkpoint.enabled": False})
+    result = nb.launch(fits_a_model, config, start="inline", display="off")
+    (text,) = warnings(result.paths.folder)
+    assert "model.hiden (override 'model'): did you mean model.hidden?" in text
+    assert "data.augment.flip" in text
+
+
+def test_sections_that_are_passed_on_are_read(tmp_path: Path) -> None:
+    result = nb.launch(passes_on, own_names(tmp_path), start="inline", display="off")
+    assert warnings(result.paths.folder) == []
+
+
+def test_what_the_notebook_read_before_the_launch_is_read(tmp_path: Path) -> None:
+    config = own_names(tmp_path, **{"data.folder_of_csv": "here", "model.hidden_size": 3})
+    assert config.data.folder_of_csv == "here"
+    config = config.with_overrides({"seed": 2})
+    result = nb.launch(own_loop, config, processes=1, display="off")
+    (text,) = warnings(result.paths.folder)
+    assert "model.hidden_size" in text
+    assert "data.folder_of_csv" not in text
+
+
+def test_what_workers_of_a_loader_may_have_read_is_named_only_if_it_is_misspelt(
+    tmp_path: Path,
+) -> None:
+    config = own_names(tmp_path, **{"data.factor": 2, "model.hiden": 3, "model.other": 1})
+    result = nb.launch(loads, config, processes=1, display="off")
+    (text,) = warnings(result.paths.folder)
+    assert "model.hiden (override 'model.hiden'): did you mean model.hidden?" in text
+    assert "data.factor" not in text
+    assert "model.other" not in text
 
 
 def test_places_change_no_configuration(tmp_path: Path) -> None:
