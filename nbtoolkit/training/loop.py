@@ -119,7 +119,8 @@ def fit(
             it the samples of all ranks. If ``train.loss_reduction`` is ``batch``, any other loss is
             allowed. With several optimizers, only the validation uses ``loss``.
         metrics: a list of metrics, or a dict whose keys are their names. A metric is
-            ``"accuracy"``, a function ``(outputs, targets)`` that returns a mean over the batch, a
+            a name (``"accuracy"``, ``"rmse"``, ``"f1_macro"``, ``"roc_auc"``, ... ; an unknown one
+            lists them), a function ``(outputs, targets)`` that returns a mean over the batch, a
             torchmetrics object, or a result of :func:`nbtoolkit.epoch_metric` (for a function that
             needs all samples at once).
         step: a function ``step(model, batch)`` that returns (outputs, targets). Default: the batch

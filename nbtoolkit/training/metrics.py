@@ -12,9 +12,16 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.loading.data import TORCHS_IGNORED, noted
 from nbtoolkit.training.losses import BatchLoss, Labels, ignore_index, is_loss
+from nbtoolkit.training.named_metrics import (
+    PREDICT_TARGETS,
+    NamedMetric,
+    metric_names,
+    named_metric,
+)
 from nbtoolkit.worker.collectives import Part, Rows, broadcast, gather_on_first, in_order
 
 if TYPE_CHECKING:
@@ -52,11 +59,7 @@ class EpochMetric:
         return str(getattr(self.function, "__name__", type(self.function).__name__))
 
 
-Metric: TypeAlias = Function | EpochMetric | TorchMetric
-
-
-# Losses of torch with which an output approaches its target, 0 or 1. The others take logits.
-_PREDICT_TARGETS = ("binary_cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+Metric: TypeAlias = Function | EpochMetric | NamedMetric | TorchMetric
 
 
 def accuracy(outputs: Tensor, targets: Tensor, loss: object = None) -> Tensor:
@@ -94,7 +97,7 @@ def count_correct(outputs: Tensor, targets: Tensor, loss: object = None) -> tupl
         counted = targets != TORCHS_IGNORED
         if bool((counted & (targets != 0) & (targets != 1)).any()):
             raise _no_accuracy("the targets are not classes but other numbers", outputs, targets)
-        threshold = 0.5 if any(is_loss(loss, name) for name in _PREDICT_TARGETS) else 0.0
+        threshold = 0.5 if any(is_loss(loss, name) for name in PREDICT_TARGETS) else 0.0
         predictions = (outputs > threshold).to(targets.dtype)
     elif outputs.ndim > 1 and (outputs.shape[0], *outputs.shape[2:]) == targets.shape:
         if targets.is_floating_point() and bool((targets != targets.floor()).any()):
@@ -108,7 +111,7 @@ def count_correct(outputs: Tensor, targets: Tensor, loss: object = None) -> tupl
 
 
 def check_accuracy(metrics: Mapping[str, Metric], targets: Labels | None) -> None:
-    """Refuse ``"accuracy"`` for targets that are no classes, before the training.
+    """Refuse metrics of classes for targets that are none, before the training.
 
     Args:
         metrics: by name, from :func:`named_metrics`.
@@ -119,25 +122,32 @@ def check_accuracy(metrics: Mapping[str, Metric], targets: Labels | None) -> Non
     """
     import torch
 
-    if targets is None or accuracy not in metrics.values():
+    of_classes = ["accuracy"] if accuracy in metrics.values() else []
+    named = [one for one in metrics.values() if isinstance(one, NamedMetric)]
+    of_classes += [one.name for one in named if one.takes != "numbers"]
+    if targets is None or not of_classes:
         return
     labels, shape = torch.as_tensor(targets), tuple(targets.shape)
     in_one_column = len(shape) == 1 or shape[1:] == (1,)  # of more they may be probabilities
     if in_one_column and labels.is_floating_point() and bool((labels != labels.floor()).any()):
-        raise _no_accuracy(f"the targets are not classes but other numbers (of shape {shape})")
+        why = f"the targets are not classes but other numbers (of shape {shape})"
+        raise _no_accuracy(why, name=of_classes[0])
 
 
 def _no_accuracy(
-    why: str, outputs: Tensor | None = None, targets: Tensor | None = None
+    why: str,
+    outputs: Tensor | None = None,
+    targets: Tensor | None = None,
+    name: str = "accuracy",
 ) -> FitError:
     if outputs is not None and targets is not None:
         why += f" (outputs of shape {tuple(outputs.shape)}, targets {tuple(targets.shape)})"
     return FitError(
-        f'the metric "accuracy" cannot be computed: {why}',
+        f'the metric "{name}" cannot be computed: {why}',
         allowed="scores (n, classes, ...) with classes (n, ...), or logits with targets 0 and 1 of "
         "the same shape",
-        do="for a regression pass metrics={'mae': torch.nn.functional.l1_loss}, or a function of "
-        "your own: metrics={'mine': lambda outputs, targets: ...}",
+        do="for a regression pass metrics=['mae', 'rmse', 'r2'], or a function of your own: "
+        "metrics={'mine': lambda outputs, targets: ...}",
     )
 
 
@@ -164,8 +174,9 @@ def named_metrics(metrics: Metrics) -> dict[str, Metric]:
     """What the user passed as ``metrics``, by name.
 
     Args:
-        metrics: a dict; or a list whose items have names: ``"accuracy"``, functions ``(outputs,
-            targets)`` -> mean over the batch or a pair (total, weight), those marked with
+        metrics: a dict; or a list whose items have names: ``"accuracy"`` and the other names of
+            :func:`~nbtoolkit.training.named_metrics.metric_names`, functions ``(outputs, targets)``
+            -> mean over the batch or a pair (total, weight), those marked with
             :func:`epoch_metric`, torchmetrics objects.
 
     Raises:
@@ -233,7 +244,10 @@ class Meter:
         self._deferred: dict[str, _DeferredMetric] = {}
         self._functions: dict[str, Function] = {}
         for name, metric in metrics.items():
-            if isinstance(metric, EpochMetric):
+            if isinstance(metric, NamedMetric):
+                whole = EpochMetric(partial(metric, loss=loss))
+                self._deferred[name] = _WholeSetMetric(whole)
+            elif isinstance(metric, EpochMetric):
                 self._deferred[name] = _WholeSetMetric(metric)
             elif _is_torchmetric(metric):
                 self._deferred[name] = _MergedTorchMetric(metric, device)
@@ -327,16 +341,30 @@ def _name_of(metric: object) -> str:
 
 
 def _as_metric(metric: object) -> Metric:
-    if isinstance(metric, str) and metric == "accuracy":  # a torchmetrics object's == is no bool
-        return accuracy
+    if isinstance(metric, str):
+        return _by_name(metric)
     if callable(metric):
         return metric
     raise FitError(
         f"{metric!r} is not a metric",
-        allowed='"accuracy", a function (outputs, targets) -> mean over the batch, '
+        allowed='a name such as "accuracy", a function (outputs, targets) -> mean over the batch, '
         "nb.epoch_metric of another function, or a torchmetrics object",
         do="pass a list of these, or a dict of them by name",
     )
+
+
+def _by_name(name: str) -> Metric:
+    metric = accuracy if name == "accuracy" else named_metric(name)
+    if metric is None:
+        near = similar_name(name, metric_names())
+        raise FitError(
+            f"there is no metric of the name {name!r}",
+            allowed=", ".join(metric_names()),
+            do=f"did you mean {near!r}?"
+            if near
+            else "pass one of these, or nb.epoch_metric of a function (outputs, targets)",
+        )
+    return metric
 
 
 def _as_numbers(name: str, value: object) -> dict[str, float]:
