@@ -27,7 +27,7 @@ from nbtoolkit.training.evaluation import (
     save_predictor,
 )
 from nbtoolkit.training.loading.data import Collate
-from nbtoolkit.training.loading.epoch_order import SampleWeights, labels_of
+from nbtoolkit.training.loading.epoch_order import SampleWeights, known_targets
 from nbtoolkit.training.loading.loader import TrainLoader, make_train_loader
 from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import Loss, StepLoss, check_loss, raise_if_not_finite
@@ -112,9 +112,10 @@ def fit(
         loss: a function ``loss(outputs, targets)``. It returns the mean or the sum over the samples
             of the batch, a weighted mean (torch's ``cross_entropy`` or ``nll_loss`` with ``weight``
             or ``ignore_index``), a tensor of shape (n, ...) with one loss per sample, or a pair
-            ``(total, weight)``: the sum of the weighted losses, and the sum of the weights. ``fit``
-            detects which of these it is in the first batch. The gradients and reported losses are
-            then the same as if one device computed the loss of the whole batch. For a loss that
+            ``(total, weight)``: the sum of the weighted losses, and the sum of the weights. On one
+            rank without gradient accumulation, the loss is what it returns. Else ``fit`` detects
+            in the first batch which of these it is. The gradients and reported losses are then the
+            same as if one device computed the loss of the whole batch. For a loss that
             compares the samples of a batch, :func:`nbtoolkit.tasks.contrastive.metric_loss` gives
             it the samples of all ranks. If ``train.loss_reduction`` is ``batch``, any other loss is
             allowed. With several optimizers, only the validation uses ``loss``.
@@ -192,8 +193,7 @@ def fit(
             profiler.expect(loader.steps, total)
             closing.enter_context(profiler)
         # A step or a collate of the user's may change the targets.
-        whole = isinstance(train_data, tuple) and step is None and collate is None
-        targets = labels_of(train_data) if whole else None
+        targets = known_targets(train_data) if step is None and collate is None else None
         check_accuracy(by_name, targets)
         recipe = Recipe(
             loss=loss,
@@ -395,6 +395,7 @@ class _Training:
         for name, total in zip(parts, result.parts, strict=True):
             self._state.parts[name] = self._state.parts.get(name, 0.0) + total
         for part, point in zip_longest(result.sums, log_points):
+            train_step.reduced_loss.check_all_count(part.weight, part.samples)
             if math.isfinite(part.loss):
                 self._state.add(part)
                 logger.add(part)
@@ -445,7 +446,7 @@ class _Training:
             self._ctx,
             step_losses,
             self._loader.sample_ids,
-            tolerant=train_step.skips_overflows,
+            tolerant=train_step.keeps_weights,
             rate=train_step.rate,
             grad_norm=None if train_step.grad_norm is None else float(train_step.grad_norm),
         )

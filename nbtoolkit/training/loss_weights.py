@@ -1,14 +1,12 @@
-"""Record the sum of weights by which torch's class losses divide.
+"""Record the sums of weights by which torch's class losses divide.
 
 Imports torch; import it inside functions only.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,26 +15,73 @@ from torch.overrides import TorchFunctionMode
 
 from nbtoolkit.training.loading.data import TORCHS_IGNORED
 
+if TYPE_CHECKING:
+    from nbtoolkit.training.losses import Labels
+
+# Of F.cross_entropy; F.nll_loss has the same without the last one.
+_PARAMETERS = (
+    "input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction",
+    "label_smoothing",
+)  # fmt: skip
+
+
+class ClassLoss(NamedTuple):
+    """A call of ``F.cross_entropy`` or ``F.nll_loss`` that returned a mean."""
+
+    mean: Tensor
+    """What it returned."""
+    weight: Tensor
+    """The sum of the targets' weights, by which it divided; a detached scalar."""
+    target: Tensor
+    class_weights: Tensor | None
+    ignore_index: int
+
+    @property
+    def plain(self) -> bool:
+        """Whether all targets weigh the same, but those that torch ignores by default."""
+        return self.class_weights is None and self.ignore_index == TORCHS_IGNORED
+
+    @property
+    def share(self) -> Tensor:
+        """The share of the targets that count, if there are no class weights; a scalar."""
+        return self.weight / self.target.numel()
+
+    def counts_all(self, targets: object, known: Labels | None) -> bool:
+        """Whether no target of any batch is ignored, and all weigh the same.
+
+        Args:
+            targets: of the batch.
+            known: all targets of the training set; None: not known.
+        """
+        if self.class_weights is not None or known is None or not isinstance(targets, Tensor):
+            return False
+        unchanged = self.target.data_ptr() == targets.data_ptr()
+        return unchanged and not bool((known == self.ignore_index).any())
+
+    def divides_as(self, other: ClassLoss) -> bool:
+        """Whether both divide by the same weights in every batch; waits for the device."""
+        ours, theirs = self.class_weights, other.class_weights
+        return (
+            self.ignore_index == other.ignore_index
+            and (ours is None) == (theirs is None)
+            and (ours is None or theirs is None or torch.equal(ours, theirs))
+            and torch.equal(self.target.flatten(), other.target.flatten())
+        )
+
 
 class WeightSums(TorchFunctionMode):
-    """While active, records by what the mean of ``F.cross_entropy`` and ``F.nll_loss`` divides.
+    """While active, records by what the means of ``F.cross_entropy`` and ``F.nll_loss`` divide.
 
     torch's loss modules call these functions, so the loss may be a module, a function, or part of a
     model's forward pass. A batch whose targets are all ignored has a loss of 0 here, not NaN.
 
-    Args:
-        all_count: no target is torch's own ``ignore_index``. A call without another
-            ``ignore_index`` and without class weights is then a mean over samples, left as it is.
-
     Attributes:
-        weight: the sum of the targets' weights in the first such call, a detached scalar; None:
-            there was no such call.
+        calls: those that returned a mean over classes, in order.
     """
 
-    def __init__(self, *, all_count: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._all_count = all_count
-        self.weight: Tensor | None = None
+        self.calls: list[ClassLoss] = []
 
     def __torch_function__(
         self,
@@ -46,37 +91,43 @@ class WeightSums(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if func is functional.cross_entropy or func is functional.nll_loss:
-            call = _signature(func).bind(*args, **kwargs)
-            call.apply_defaults()
-            if self._is_weighted(call.arguments):
-                weight = _sum_of_weights(call.arguments)
-                if self.weight is None:
-                    self.weight = weight
-                total = func(**{**call.arguments, "reduction": "sum"})
-                return total / torch.where(weight == 0, 1, weight)
-        return func(*args, **kwargs)
-
-    def _is_weighted(self, call: Mapping[str, Any]) -> bool:
-        legacy = call["size_average"] is not None or call["reduce"] is not None
-        if legacy or call["reduction"] != "mean" or call["target"].is_floating_point():
-            return False
-        plain = call["weight"] is None and call["ignore_index"] == TORCHS_IGNORED
-        return not (plain and self._all_count)
+        if func is not functional.cross_entropy and func is not functional.nll_loss:
+            return func(*args, **kwargs)
+        call = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
+        legacy = call.get("size_average") is not None or call.get("reduce") is not None
+        # With probabilities as targets torch divides by the samples.
+        if legacy or call.get("reduction", "mean") != "mean" or call["target"].is_floating_point():
+            return func(*args, **kwargs)
+        target, class_weights = call["target"], call.get("weight")
+        ignored = call.get("ignore_index", TORCHS_IGNORED)
+        weight = _sum_of_weights(target, class_weights, ignored)
+        total = func(**{**call, "reduction": "sum"})
+        mean = total / torch.where(weight == 0, 1, weight)
+        self.calls.append(ClassLoss(mean, weight, target, class_weights, ignored))
+        return mean
 
 
-@cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)
-
-
-def _sum_of_weights(call: Mapping[str, Any]) -> Tensor:
+def _sum_of_weights(target: Tensor, class_weights: Tensor | None, ignored: int) -> Tensor:
     """The scalar by which torch divides; a target weighs 0 if ignored, else its class's weight."""
-    target, weight = call["target"], call["weight"]
-    counts = target != call["ignore_index"]
-    if weight is None:
+    counts = target != ignored
+    if class_weights is None:
         number: Tensor = counts.sum().float()
         return number
-    weights = weight.detach().to(target.device)[torch.where(counts, target, 0)]
+    weights = class_weights.detach().to(target.device)[torch.where(counts, target, 0)]
     total: Tensor = torch.where(counts, weights, 0).sum()
     return total
+
+
+def depends_otherwise(loss: Tensor, calls: Sequence[ClassLoss]) -> bool:
+    """Whether the gradient of ``loss`` reaches parameters not only through ``calls``."""
+    seen = {call.mean.grad_fn for call in calls}
+    nodes = [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if hasattr(node, "variable"):  # a leaf
+            return True
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False

@@ -1,22 +1,14 @@
-"""Determine what a loss averages over, and refuse losses and labels that cannot be used.
-
-An optimizer step takes its samples in micro-batches, on each rank and each accumulation step. Those
-of a mean over samples are weighted by their samples. A mean over weights (class weights,
-``ignore_index``, a mask) needs the sum of the weights of each micro-batch; a sum needs nothing.
-"""
+"""Refuse losses and labels that cannot be used, and losses that are not finite."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from nbtoolkit.errors import FitError, LossNotFinite
-from nbtoolkit.training.loading.data import TORCHS_IGNORED, Batch
-from nbtoolkit.worker.batch_slices import NotRows, rows
+from nbtoolkit.training.loading.data import TORCHS_IGNORED
 from nbtoolkit.worker.collectives import gather_on_all
 
 if TYPE_CHECKING:
@@ -34,33 +26,10 @@ Labels: TypeAlias = "Tensor | NDArray[np.generic]"
 """Targets of a data set, one row per sample."""
 
 
-# --- what a loss averages over ---
-
-
-# Relative, of a whole and its parts: float32 sums in another order differ by 1e-6, half by 1e-2.
-_TOLERANCE, _TOLERANCE_OF_HALVES = 1e-4, 2e-2
-
 ALLOWED = (
     "a mean or a sum over the batch's samples, F.cross_entropy with weight and ignore_index, a "
     "tensor with one loss for each sample, or a pair (total, weight) of two sums"
 )
-
-
-class Reduction(IntEnum):
-    """What a loss does with the losses of its samples; of two ranks' findings the larger counts."""
-
-    UNKNOWN = 0
-    """The batch had at most one sample, or a loss that is not finite."""
-    MEAN = 1
-    """The mean over the samples."""
-    BATCH = 2
-    """Not made of samples, as ``train.loss_reduction: batch`` or the loss says: as a mean."""
-    SUM = 3
-    """The sum over the samples."""
-    WEIGHTED = 4
-    """The mean over weights."""
-    OTHER = 5
-    """Something else: it cannot be computed in parts."""
 
 
 class TrainingPass:
@@ -87,171 +56,6 @@ class BatchLoss(NamedTuple):
     """Over the samples, or over the weights; a scalar."""
     weight: Tensor | float
     """The weight of the mean beside those of other micro-batches: samples, or sum of weights."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one rank found out about the loss; sent to the others."""
-
-    reduction: Reduction
-    why: str = ""
-    """For :attr:`Reduction.OTHER`."""
-
-
-class ReducedLoss:
-    """A user's loss, and what its values are weighted by.
-
-    Args:
-        loss: ``loss(outputs, targets)``.
-        whole_batches: ``train.loss_reduction: batch``.
-
-    Attributes:
-        reduction: as found on the first batch; until then :attr:`Reduction.UNKNOWN`.
-    """
-
-    def __init__(self, loss: Loss, *, whole_batches: bool) -> None:
-        self._loss = loss
-        self.reduction = Reduction.BATCH if whole_batches else Reduction.UNKNOWN
-
-    @property
-    def needs_weights(self) -> bool:
-        """Whether to record the weights by which torch's losses divide."""
-        return self.reduction in (Reduction.UNKNOWN, Reduction.WEIGHTED)
-
-    def reduce(self, returned: object, samples: int, weight: Tensor | None) -> BatchLoss:
-        """The mean loss of a micro-batch, and its weight.
-
-        Args:
-            returned: by the loss: a scalar tensor, one of shape (samples, ...), or a pair (total,
-                weight) of scalars.
-            samples: in the micro-batch, at least 1.
-            weight: the scalar by which torch's own loss divided; None: by the samples.
-
-        Raises:
-            FitError: ``returned`` is something else.
-        """
-        import torch
-
-        if isinstance(returned, tuple) and len(returned) == 2:
-            total, count = returned
-            is_scalar = isinstance(count, (int, float)) or getattr(count, "ndim", 1) == 0
-            if getattr(total, "ndim", 1) == 0 and is_scalar:
-                weight = torch.as_tensor(count, device=total.device).detach().to(total.dtype)
-                return BatchLoss(total / torch.where(weight == 0, 1, weight), weight)
-        if not isinstance(returned, torch.Tensor):
-            raise _not_a_loss(f"a {type(returned).__name__}")
-        if returned.ndim:
-            if returned.shape[0] != samples:
-                raise _not_a_loss(
-                    f"a tensor of shape {tuple(returned.shape)} for {samples} samples"
-                )
-            return BatchLoss(returned.mean(), float(samples))
-        if self.reduction is Reduction.SUM:
-            return BatchLoss(returned / samples, float(samples))
-        if self.needs_weights and weight is not None:
-            return BatchLoss(returned, weight)
-        return BatchLoss(returned, float(samples))
-
-    def detect(
-        self, outputs: Batch, targets: Batch, samples: int, whole: BatchLoss, ranks: int
-    ) -> None:
-        """Set :attr:`reduction` by comparing the loss of a batch with the losses of its parts.
-
-        Called by all ranks, each with a batch of its own.
-
-        Args:
-            outputs: of the batch.
-            targets: of the batch.
-            samples: in the batch.
-            whole: its loss.
-            ranks: the number of ranks.
-
-        Raises:
-            FitError: the loss cannot be computed in parts.
-        """
-        findings = gather_on_all(self._compare(outputs, targets, samples, whole), ranks)
-        strongest = max(findings, key=lambda finding: finding.reduction)
-        if strongest.reduction is Reduction.OTHER:
-            if shapes := _broadcast_shapes(outputs, targets):
-                raise FitError(
-                    f"the loss compares each sample with all others: {shapes}",
-                    allowed="outputs and targets of the same shape",
-                    do="let the model return outputs.squeeze(1), or give targets[:, None]",
-                )
-            raise FitError(
-                "the loss of a batch does not follow from the losses of its parts, so it would "
-                f"depend on the number of devices: {strongest.why}",
-                allowed=f"{ALLOWED}; or a loss of whole batches (Dice, contrastive) with "
-                "train.loss_reduction: batch, which depends on the number of ranks",
-                do="with a mask, return ((losses * mask).sum(), mask.sum()); for a loss of whole "
-                "batches set train.loss_reduction: batch",
-            )
-        self.reduction = max(strongest.reduction, Reduction.MEAN)
-
-    def _compare(self, outputs: Batch, targets: Batch, samples: int, whole: BatchLoss) -> Finding:
-        import torch
-
-        if self.reduction is Reduction.BATCH or training_pass.whole_batch:
-            return Finding(Reduction.BATCH)
-        weighted = not isinstance(whole.weight, float)
-        likely = Reduction.WEIGHTED if weighted else Reduction.MEAN
-        value, weight = float(whole.mean.detach()), float(whole.weight)
-        if samples < 2 or not math.isfinite(value):
-            return Finding(likely if weighted else Reduction.UNKNOWN)
-        first = max(1, samples // 3)
-        try:
-            cuts = ((0, first), (first, samples))
-            losses = [self._loss_of_part(outputs, targets, *cut, samples) for cut in cuts]
-        except NotRows:
-            return Finding(likely)
-        except Exception as error:
-            why = f"for {samples} samples it returns a value, for a part of them it raises "
-            return Finding(Reduction.OTHER, f"{why}{type(error).__name__}: {error}")
-        parts = [(float(loss.mean), float(loss.weight)) for loss in losses]
-        half = whole.mean.dtype in (torch.float16, torch.bfloat16)
-        tolerance = _TOLERANCE_OF_HALVES if half else _TOLERANCE
-        if _adds_up(value * weight, [mean * count for mean, count in parts], tolerance):
-            return Finding(likely)
-        if not weighted and _adds_up(value, [mean for mean, _ in parts], tolerance):
-            return Finding(Reduction.SUM)
-        average = sum(mean * count for mean, count in parts) / sum(count for _, count in parts)
-        return Finding(
-            Reduction.OTHER,
-            f"for {samples} samples it is {value:.6g}, for {first} and {samples - first} of them "
-            f"{average:.6g} on average",
-        )
-
-    def _loss_of_part(
-        self, outputs: Batch, targets: Batch, low: int, high: int, samples: int
-    ) -> BatchLoss:
-        import torch
-        from accelerate.utils import find_device
-
-        from nbtoolkit.training.loss_weights import WeightSums
-
-        weights = WeightSums()
-        outputs, targets = rows((outputs, targets), low, high, samples)
-        device = find_device(outputs)  # the GPU whose random generator the loss may advance
-        gpus = [device.index] if device is not None and device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(gpus), weights:
-            returned = self._loss(outputs, targets)
-        return self.reduce(returned, high - low, weights.weight)
-
-
-def _broadcast_shapes(outputs: object, targets: object) -> str:
-    """How (n, 1) and (n,) become (n, n) in an elementwise loss; "" for other shapes."""
-    import torch
-
-    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
-        return ""
-    if not targets.is_floating_point() or {outputs.shape[1:], targets.shape[1:]} != {(1,), ()}:
-        return ""
-    both = f"outputs {tuple(outputs.shape)} and targets {tuple(targets.shape)}"
-    return f"torch makes {(len(outputs), len(outputs))} of {both}"
-
-
-def _adds_up(whole: float, parts: list[float], tolerance: float) -> bool:
-    return abs(whole - sum(parts)) <= tolerance * max(map(abs, [whole, *parts]))
 
 
 def check_loss(loss: object, *, several: bool, validates: bool) -> None:
@@ -300,7 +104,8 @@ def on_device(loss: Loss, device: torch.device) -> Loss:
     return loss
 
 
-def _not_a_loss(returned: str) -> FitError:
+def not_a_loss(returned: str) -> FitError:
+    """The error for what a loss ``returned``."""
     return FitError(
         f"the loss returned {returned}",
         allowed=ALLOWED,
@@ -345,15 +150,6 @@ def check_labels(outputs: object, targets: object, loss: object) -> None:
     low, high = (int(label) for label in torch.aminmax(labels))
     if low < 0 or high >= classes:
         raise _out_of_range(low, high, classes, ignored)
-
-
-def all_count(targets: Labels | None) -> bool:
-    """Whether it is known that no target has torch's own ``ignore_index``.
-
-    Args:
-        targets: all targets of a training set; None: not known.
-    """
-    return targets is not None and not bool((targets == TORCHS_IGNORED).any())
 
 
 def ignore_index(loss: object) -> int | None:
@@ -437,13 +233,13 @@ def raise_if_not_finite(
 
     Under fp16 one batch may overflow. Its gradients are then not finite either, so the scaler skips
     the step and halves its scale, and the weights stay good: such a step is only printed, as long
-    as the scale can still fall (``tolerant``).
+    as the scale can still fall (``tolerant``). So is a step whose targets are all ignored.
 
     Args:
         ctx: the run's context.
         losses: this rank's losses since the last synchronisation.
         sample_ids: ``(epoch, step in it)`` -> the samples of that step's global batch.
-        tolerant: :attr:`TrainStep.skips_overflows`, equal on all ranks.
+        tolerant: :attr:`TrainStep.keeps_weights`, equal on all ranks.
         rate: the present learning rate, for the message.
         grad_norm: the gradient's norm when it was last measured, for the message.
 
@@ -455,7 +251,9 @@ def raise_if_not_finite(
         first = wrong[0]
         raise _not_finite_error(first, sample_ids(first.epoch, first.in_epoch), rate, grad_norm)
     for step in dict.fromkeys(loss.step for loss in wrong):
-        ctx.print(f"fit: the loss of optimizer step {step} is not finite; fp16 skipped this step")
+        ctx.print(
+            f"fit: the loss of optimizer step {step} is not finite, and did not change the weights"
+        )
 
 
 def not_finite(losses: Iterable[StepLoss]) -> list[StepLoss]:

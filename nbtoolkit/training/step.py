@@ -12,15 +12,7 @@ from nbtoolkit.run.checkpoints.weights import load_weights
 from nbtoolkit.run.serialization import add_note
 from nbtoolkit.training.batch_norm import single_sample_fault
 from nbtoolkit.training.loading.sampler import MicroBatch
-from nbtoolkit.training.losses import (
-    BatchLoss,
-    ReducedLoss,
-    Reduction,
-    all_count,
-    check_labels,
-    on_device,
-    training_pass,
-)
+from nbtoolkit.training.losses import BatchLoss, check_labels, on_device, training_pass
 from nbtoolkit.training.model import (
     autocast,
     prepare_model,
@@ -32,6 +24,7 @@ from nbtoolkit.training.optim.loss_parameters import loss_parameters, trained_lo
 from nbtoolkit.training.optim.optimizer import GivenOptimizer, make_user_optimizer
 from nbtoolkit.training.optim.schedule import GivenSchedule, Schedule, make_user_schedule
 from nbtoolkit.training.optim.scheduled import ScheduledOptimizer
+from nbtoolkit.training.reduction import Computed, ReducedLoss, Reduction, StepWeights
 from nbtoolkit.training.shapes import check_shapes
 from nbtoolkit.training.strategy import average_gradients, make_strategy
 
@@ -136,12 +129,13 @@ class TrainStep:
         if config.train.channels_last:
             self.forward = lambda model, batch: recipe.forward(model, to_channels_last(batch))
         self._targets = recipe.targets
-        whole_batches = config.train.loss_reduction == "batch"
-        self._reduced = ReducedLoss(self.loss, whole_batches=whole_batches)
-        self._detected, self._all_count = False, all_count(recipe.targets)
-        # Of the micro-batches since the last step: their samples, and the weights of these.
-        self._samples = 0
-        self._weights: list[Tensor] = []
+        self.reduced_loss = ReducedLoss(
+            self.loss,
+            whole_batches=config.train.loss_reduction == "batch",
+            divided=ctx.plan.global_batch_size > ctx.plan.batch_size_per_device,
+        )
+        self._first_pass = True
+        self._weights = StepWeights(ctx.device, ctx.world_size)
         self.averages = make_averages(config, self.module, steps=steps, factor=ctx.plan.lr_factor)
 
     def _wrap(self) -> nn.Module:
@@ -245,8 +239,7 @@ class TrainStep:
 
         try:
             with torch.no_grad():
-                outputs, targets, returned, weight = self._compute(self.evaluated_module, batch)
-                return outputs, targets, self._reduced.reduce(returned, samples, weight)
+                return self._evaluated(self.evaluated_module, batch, samples)
         except Exception as error:
             if fault := type_fault(error, self.module, batch):
                 raise fault from error
@@ -260,13 +253,17 @@ class TrainStep:
         return averages.module if averages is not None and averages.active else self.module
 
     @property
-    def skips_overflows(self) -> bool:
-        """Whether a step that overflows is skipped without harm (fp16); waits for the device.
+    def keeps_weights(self) -> bool:
+        """Whether losses that are not finite have not changed the weights; waits for the device.
 
-        False once the scale is below 1: from 65536 that takes 17 such steps, almost in a row.
+        In fp16 a step that overflows is skipped; False once the scale is below 1: from 65536 that
+        takes 17 such steps, almost in a row. On one rank torch's loss of a batch whose targets are
+        all ignored is NaN, and its gradient 0.
         """
         scalers = [one.scaler for one in self.scheduled.values()]
-        return all(scaler.is_enabled() and scaler.get_scale() >= 1.0 for scaler in scalers)
+        if all(scaler.is_enabled() for scaler in scalers):
+            return all(scaler.get_scale() >= 1.0 for scaler in scalers)
+        return self._ranks == 1 and all(bool(one.isfinite().all()) for one in self._parameters)
 
     def broadcast_buffers(self) -> None:
         """Give all ranks rank 0's buffers, of the model and of its averages."""
@@ -283,7 +280,7 @@ class TrainStep:
         state = {
             "model": self.module.state_dict(),
             "step": self.steps_done,
-            "reduction": int(self._reduced.reduction),
+            "loss": self.reduced_loss.state(),
             **self._optimizer_state(),
         }
         if self.loss_module is not None:
@@ -296,7 +293,7 @@ class TrainStep:
         Raises:
             CheckpointError: it is another model's, or not of :meth:`state`.
         """
-        needed = {"step", *self._optimizer_state()}
+        needed = {"step", "loss", *self._optimizer_state()}
         if self.loss_module is not None:
             needed.add("loss_parameters")
         if missing := (needed if self.averages is None else needed | {"averages"}) - state.keys():
@@ -313,7 +310,7 @@ class TrainStep:
         if self.averages is not None:
             self.averages.restore(state["averages"], source=source)
         self.steps_done = state["step"]
-        self._reduced.reduction = Reduction(state["reduction"])
+        self.reduced_loss.restore(state["loss"])
         self.strategy.restore(state)
 
     def _optimizer_state(self) -> State:
@@ -348,6 +345,8 @@ class TrainStep:
     def _pass(self, batch: Batch, micro_batch: MicroBatch) -> BatchLoss:
         """Forward and backward; under DDP the gradients are then the mean over the ranks."""
         loss, scaled = self._loss(self.model, batch, micro_batch)
+        if micro_batch.last and self.reduced_loss.reduction is Reduction.WEIGHTED:
+            self._weights.begin_sum()  # the ranks exchange them during the backward pass
         scaled.backward()
         return loss
 
@@ -355,77 +354,81 @@ class TrainStep:
         self, model: Callable[..., Any], batch: Batch, micro_batch: MicroBatch
     ) -> tuple[BatchLoss, Tensor]:
         """The loss of a micro-batch, detached, and what its backward pass begins with."""
-        outputs, targets, returned, weight = self._compute(model, batch)
-        samples = micro_batch.rows
-        if not self._detected:
-            if self._reduced.reduction is not Reduction.BATCH:
-                check_shapes(outputs, targets, returned)
-            whole = self._reduced.reduce(returned, samples, weight)
+        reduced_loss, samples = self.reduced_loss, micro_batch.rows
+        computed = self._compute(model, batch, records=reduced_loss.records)
+        if self._first_pass:
+            if reduced_loss.reduction is not Reduction.BATCH:
+                check_shapes(computed.outputs, computed.targets, computed.returned)
             with self._autocast:
-                self._reduced.detect(outputs, targets, micro_batch.samples, whole, self._data_ranks)
-            self._detected = True
-        loss = self._reduced.reduce(returned, samples, weight)
-        factor = self._factor(loss, micro_batch)
+                reduced_loss.detect(computed, micro_batch.samples, self._data_ranks, self._targets)
+            self._first_pass, self._targets = False, None
+            if not reduced_loss.records:
+                computed = computed._replace(calls=())
+        loss = reduced_loss.reduce(computed, samples)
+        factor, weight = self._factor(loss, micro_batch)
         weighted = loss.mean if factor == 1.0 else loss.mean * factor
         scaled = self._first.scaler.scale(weighted)
-        return BatchLoss(loss.mean.detach(), loss.weight), scaled
+        return BatchLoss(loss.mean.detach(), weight), scaled
 
-    def _compute(
-        self, model: Callable[..., Any], batch: Batch
-    ) -> tuple[Batch, Batch, object, Tensor | None]:
-        """Outputs, targets, what the loss returned, and the weight by which torch's own divided."""
+    def _evaluated(
+        self, model: Callable[..., Any], batch: Batch, samples: int
+    ) -> tuple[Batch, Batch, BatchLoss]:
+        """See :meth:`evaluate`."""
+        records = self.reduced_loss.reduction is not Reduction.BATCH
+        computed = self._compute(model, batch, records=records)
+        return computed.outputs, computed.targets, self.reduced_loss.reduce(computed, samples)
+
+    def _compute(self, model: Callable[..., Any], batch: Batch, *, records: bool) -> Computed:
+        """A forward pass and its loss.
+
+        Args:
+            model: the model as it is called.
+            batch: what ``forward`` takes.
+            records: whether to record the calls of torch's class losses.
+        """
+        module = cast("nn.Module", model)
         with self._autocast:
-            if not self._reduced.needs_weights:
-                outputs, targets = self.forward(cast("nn.Module", model), batch)
-                return outputs, targets, self.loss(outputs, targets), None
+            if not records:
+                outputs, targets = self.forward(module, batch)
+                if self._first_pass:
+                    self._check_labels(outputs, targets)
+                return Computed(outputs, targets, self.loss(outputs, targets))
             from nbtoolkit.training.loss_weights import WeightSums
 
-            weights = WeightSums(all_count=self._all_count)
+            weights, reduced_loss = WeightSums(), self.reduced_loss
             # A compiler would have to trace what a function mode does.
-            with nullcontext() if self._compiled else weights:
-                outputs, targets = self.forward(cast("nn.Module", model), batch)
-            if not self._detected:
+            in_forward = reduced_loss.in_forward is not False and not self._compiled
+            with weights if in_forward else nullcontext():
+                outputs, targets = self.forward(module, batch)
+            if reduced_loss.in_forward is None:
+                reduced_loss.in_forward = bool(weights.calls)
+            if self._first_pass:
                 self._check_labels(outputs, targets)
             with weights:
                 returned = self.loss(outputs, targets)
-            return outputs, targets, returned, weights.weight
+            return Computed(outputs, targets, returned, weights.calls)
 
     def _check_labels(self, outputs: Batch, targets: Batch) -> None:
         """Before the very first loss: a label without a score ends a process with a GPU."""
         check_labels(outputs, targets if self._targets is None else self._targets, self.loss)
-        self._targets = None
 
-    def _factor(self, loss: BatchLoss, micro_batch: MicroBatch) -> Tensor | float:
-        """The factor of a pass in its step; :meth:`_divide_by_weights` completes weighted ones."""
-        if self._reduced.reduction is Reduction.SUM:
-            return float(self._data_ranks * micro_batch.samples)
-        if self._reduced.reduction is not Reduction.WEIGHTED:
-            return micro_batch.weight
+    def _factor(
+        self, loss: BatchLoss, micro_batch: MicroBatch
+    ) -> tuple[Tensor | float, Tensor | float]:
+        """The factor of a pass in its step, and the weight of its loss in reports.
+
+        If the loss is a mean over weights, :meth:`_optimize` divides by the weights of the step.
+        """
+        reduction, samples = self.reduced_loss.reduction, micro_batch.samples
+        if reduction is Reduction.SUM:
+            return float(self._data_ranks * samples), loss.weight
+        if reduction is Reduction.MIXED:
+            return micro_batch.weight, loss.weight
         alone = micro_batch.last and self._ranks == 1 and not self._weights
-        if alone or not micro_batch.samples:
-            return micro_batch.weight
-        import torch
-
-        weight = torch.as_tensor(loss.weight, device=loss.mean.device)
-        self._samples += micro_batch.samples
-        self._weights.append(weight)
-        return weight * (micro_batch.weight / micro_batch.samples)
-
-    def _divide_by_weights(self) -> None:
-        """Make the gradients those of a mean over the weights of all passes of a step."""
-        import torch
-        import torch.distributed as dist
-
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
-        if self._weights:
-            sums[0] += torch.stack(self._weights).sum()
-            sums[1] += self._samples
-        if self._ranks > 1:
-            dist.all_reduce(sums)
-        weight, samples = sums
-        factor = torch.where(weight == 0, 0, samples / weight)
-        self.strategy.scale(self._parameters, factor)
-        self._samples, self._weights = 0, []
+        if reduction is not Reduction.WEIGHTED or alone or not samples:
+            return micro_batch.weight, float(samples)
+        weight = self._weights.add(loss, samples)
+        return weight * (micro_batch.weight / samples), weight
 
     def _optimize(self, measure_norm: bool) -> None:
         """The optimizer's step, at the schedule's learning rate."""
@@ -433,8 +436,10 @@ class TrainStep:
             self.strategy.refuse_unused(self._named)
         if self._loss_parameters:
             average_gradients(self._loss_parameters, self._ranks)
-        if self._reduced.reduction is Reduction.WEIGHTED and (self._ranks > 1 or self._weights):
-            self._divide_by_weights()
+        if self.reduced_loss.reduction is Reduction.WEIGHTED:
+            factor = self._weights.factor()
+            if factor is not None:
+                self.strategy.scale(self._parameters, factor)
         rate = None if self.averages is None else self.averages.rate(self.steps_done)
         self._first.apply(self.steps_done, measure_norm=measure_norm, rate=rate)
         for parameter in self._parameters:  # what zero_grad does, in 0.3 instead of 6 us

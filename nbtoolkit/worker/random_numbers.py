@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nbtoolkit.run.paths import RunPaths
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 Batch = TypeVar("Batch")
 
 # --- seeds ---
+
+# Bytes of the state of NumPy's Mersenne Twister before its position, an int.
+_NUMPY_KEY = 624 * 4
 
 
 def derive_seed(*parts: object) -> int:
@@ -65,6 +69,39 @@ def preserve_random_state() -> Iterator[None]:
         yield
     finally:
         _restore(states)
+
+
+class GeneratorStates(NamedTuple):
+    """States of the global generators, to see whether something has drawn from them."""
+
+    python: tuple[Any, ...]
+    numpy: bytes
+    """As in memory: ``np.random.get_state`` takes as long as loading a batch."""
+    cpu: bytes
+
+    @classmethod
+    def now(cls) -> GeneratorStates:
+        """The present ones."""
+        import ctypes
+
+        import numpy as np
+        import torch
+
+        twister: Any = np.random.mtrand._rand._bit_generator
+        address = twister.ctypes.state_address
+        numpy = ctypes.string_at(address, _NUMPY_KEY + ctypes.sizeof(ctypes.c_int))
+        return cls(random.getstate(), numpy, torch.get_rng_state().numpy().tobytes())
+
+    def restore(self) -> None:
+        """Restore them, but for a normal number that NumPy may hold back for its next call."""
+        import numpy as np
+        import torch
+
+        key = np.frombuffer(self.numpy[:_NUMPY_KEY], np.uint32)
+        position = int.from_bytes(self.numpy[_NUMPY_KEY:], sys.byteorder)
+        random.setstate(self.python)
+        np.random.set_state(("MT19937", key, position, 0, 0.0))
+        torch.set_rng_state(torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8))
 
 
 def _states() -> tuple[Any, Any, Any]:

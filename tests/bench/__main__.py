@@ -12,6 +12,7 @@ MODULES = (
     "launches",
     "memory",
     "training",
+    "inputs",
     "profiling",
     "strategies",
     "scaling",

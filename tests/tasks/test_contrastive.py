@@ -284,8 +284,9 @@ def test_without_the_other_ranks_fit_asks_for_a_setting(tmp_path: Path) -> None:
 
         return nb.fit(ctx, config, encoder(), points(24), None, loss=loss)
 
-    with pytest.raises(FitError, match=r"set train\.loss_reduction: batch"):
-        nb.launch(train, config_of(tmp_path), start="inline", display="off")
+    config = config_of(tmp_path).with_overrides({"train.gradient_accumulation_steps": 2})
+    with pytest.raises(FitError, match=r"set\s+train\.loss_reduction: batch"):
+        nb.launch(train, config, start="inline", display="off")
 
 
 # --- losses of others ---

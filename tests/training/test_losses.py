@@ -162,23 +162,22 @@ def test_steps_and_validation_are_those_of_whole_batches(launched: nb.RunResult,
     assert values["val_loss"] == pytest.approx(expected_loss, abs=1e-5)
 
 
-def test_the_training_loss_is_the_mean_over_the_weights_of_all_samples(
+def test_the_training_loss_is_the_mean_over_the_steps_by_samples(
     launched: nb.RunResult,
 ) -> None:
     model, data = model_of(), points(37)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     order = GlobalBatchSampler(size=37, batch=12, micro=12, seed=0)
     for epoch in (1, 2):
-        total, weight = torch.zeros(2)
+        total = 0.0
         for batch in order.permutation(epoch).split(12):
-            x, y = data["x"][batch], data["y"][batch]
-            loss = F.cross_entropy(model(x), y, WEIGHTS)
-            total, weight = total + loss.item() * WEIGHTS[y].sum(), weight + WEIGHTS[y].sum()
+            loss = F.cross_entropy(model(data["x"][batch]), data["y"][batch], WEIGHTS)
+            total += loss.item() * len(batch)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
     found = launched.value["class weights"][0]["train_loss"]
-    assert found == pytest.approx(float(total / weight), abs=1e-5)
+    assert found == pytest.approx(total / 37, abs=1e-5)
 
 
 # --- what cannot be computed in parts ---
@@ -198,13 +197,19 @@ def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def of_two(outputs: Tensor, targets: Tensor) -> Tensor:
-    if len(outputs) != 12:
-        raise ValueError("give me twelve")
+    if len(outputs) < 6:
+        raise ValueError("give me six")
     return F.cross_entropy(outputs, targets)
 
 
 def regularised(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, WEIGHTS) + outputs.square().mean()
+
+
+def two_heads(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Targets of their own for each head, which may be ignored in one of them only."""
+    loss = nn.CrossEntropyLoss(ignore_index=255)
+    return loss(outputs, targets) + loss(outputs.flip(1), targets.flip(0))
 
 
 def fit_here(tmp_path: Any, loss: Any, target: str = "y", **overrides: Any) -> nb.RunResult:
@@ -219,22 +224,72 @@ def fit_here(tmp_path: Any, loss: Any, target: str = "y", **overrides: Any) -> n
     return nb.launch(train, config, start="inline", display="off")
 
 
+IN_PARTS = {"train.gradient_accumulation_steps": 2}
+
+
 @pytest.mark.parametrize(
     ("loss", "target", "why"),
     [
-        (dice, "y", "for 12 samples it is"),
-        (own_mask, "void", "for 12 samples it is"),
-        (contrastive, "y", "for 4 and 8 of them"),
-        (regularised, "y", "for 12 samples it is"),
-        (of_two, "y", "for a part of them it raises ValueError: give me twelve"),
+        (dice, "y", "for the whole batch it is"),
+        (own_mask, "void", "for the whole batch it is"),
+        (contrastive, "y", "for 2 and 4 of them"),
+        (regularised, "y", "it adds a mean over weights"),
+        (of_two, "y", "for a part of them it raises ValueError: give me six"),
+        (two_heads, "void", "it adds a mean over weights"),
     ],
 )
 def test_a_loss_that_its_parts_do_not_give_is_refused_before_the_first_step(
     tmp_path: Any, loss: Any, target: str, why: str
 ) -> None:
-    asked = r"number of devices: .*" + why + r"[\s\S]*loss_reduction: batch[\s\S]*mask.sum\(\)\)"
+    asked = r"number of devices: .*" + why + r"[\s\S]*loss_reduction: batch"
     with pytest.raises(FitError, match=asked):
-        fit_here(tmp_path, loss, target)
+        fit_here(tmp_path, loss, target, **IN_PARTS)
+
+
+@pytest.mark.parametrize("loss", [dice, contrastive, regularised])
+def test_on_one_rank_a_step_of_one_part_takes_any_loss_as_it_is(tmp_path: Any, loss: Any) -> None:
+    values = fit_here(tmp_path, loss, **CONSTANT, **{"train.max_steps": 6}).value
+    model, data = model_of(), points(37)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    order, total = GlobalBatchSampler(size=37, batch=12, micro=12, seed=0), 0.0
+    for batch in [*order.permutation(1).split(12), *order.permutation(2).split(12)][:6]:
+        value = loss(model(data["x"][batch]), data["y"][batch])
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        total = total + value.item() * len(batch) if len(batch) > 1 else 0.0
+    assert values["train_loss"] == pytest.approx(total / 24, abs=1e-5)
+
+
+def test_class_weights_beside_a_mean_are_refused_whatever_the_values(tmp_path: Path) -> None:
+    def hardly(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, WEIGHTS) + 1e-6 * outputs.square().mean()
+
+    with pytest.raises(FitError, match="it adds a mean over weights"):
+        fit_here(tmp_path, hardly, **IN_PARTS)
+
+
+def test_targets_that_are_ignored_later_are_refused_in_a_loss_with_other_terms(
+    tmp_path: Path,
+) -> None:
+    def distilled(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets) + outputs.square().mean()
+
+    order = GlobalBatchSampler(size=36, batch=12, micro=12, seed=0).permutation(1)
+    data = points(36)
+    data["y"][order[30]] = -100  # in the last step of the epoch
+
+    def train(config: Config, ctx: RunContext) -> dict[str, float]:
+        more = {"loss": distilled, "step": scores("y")}
+        return nb.fit(ctx, config, model_of(), Rows(data), None, **more)
+
+    config = Config.model_validate(SETTINGS).with_overrides(
+        {"runtime.output_dir": str(tmp_path), "train.epochs": 1, **IN_PARTS}
+    )
+    with pytest.raises(FitError, match="targets of which some are ignored"):
+        nb.launch(train, config, start="inline", display="off")
+    data["y"] = points(36)["y"]
+    nb.launch(train, config, start="inline", display="off", resume="never")
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias,
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.serialization import PackedError, add_note, pack_error, unpack_error
 from nbtoolkit.training.loading.sampler import seed_sample
-from nbtoolkit.worker.random_numbers import preserve_random_state
+from nbtoolkit.worker.random_numbers import GeneratorStates, preserve_random_state
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +37,6 @@ TORCHS_IGNORED = -100
 Key = TypeVar("Key")
 Item = TypeVar("Item")
 
-_END = object()
-
 # Bytes. A Unix socket's path has at most 107 (man 7 unix), of which multiprocessing needs 32 for
 # /pymp-xxxxxxxx/listener-xxxxxxxx below the temporary folder.
 _LONGEST_TEMPORARY = 107 - 32
@@ -47,11 +45,11 @@ _LONGEST_TEMPORARY = 107 - 32
 class ItemLoader(Generic[Key, Item]):
     """A ``DataLoader`` of items by key, equal with any number of workers.
 
-    Items, errors and the effect on this process's random generators do not depend on the workers,
-    which live as long as the loader.
+    Items and errors do not depend on the workers, which live as long as the loader.
 
     Args:
-        make: makes the item of a key; each worker has its own copy.
+        make: makes the item of a key, and leaves this process's random generators as they are; each
+            worker has its own copy.
         workers: processes that make the items in turn, each two ahead; 0: this process makes an
             item when it is asked for.
         pin: put tensors into page-locked memory, from which a GPU copies asynchronously.
@@ -63,12 +61,9 @@ class ItemLoader(Generic[Key, Item]):
     def __init__(self, make: Callable[[Key], Item], *, workers: int, pin: bool) -> None:
         if workers:
             _check_sockets()
-        self._items, self._workers, self._pin = _Items(make), workers, pin
+        self._make, self._workers, self._pin = make, workers, pin
         self._keys = _Keys[Key]()
         self._loader: DataLoader[Item] | None = None
-        # Workers have their own generators: nothing to restore here saves 70 us an item.
-        self._isolation: Callable[[], AbstractContextManager[None]]
-        self._isolation = nullcontext if workers else preserve_random_state
 
     def items(self, keys: Iterable[Key]) -> Iterator[Item]:
         """Yield ``make(key)`` for all ``keys``, in their order; one iteration at a time.
@@ -77,16 +72,15 @@ class ItemLoader(Generic[Key, Item]):
             Exception: what ``make`` raised, of its own type, with its traceback and notes. It ends
                 the workers; the next iteration starts new ones.
         """
+        if not self._workers and not self._pin:  # without the 20 us that a DataLoader takes
+            for key in keys:
+                yield self._make(key)
+            return
         self._keys.keys = keys
         if self._loader is None:
             self._loader = self._start()
-        with preserve_random_state():  # starting an iteration draws a number
-            iterator = iter(self._loader)
-        while True:
-            with self._isolation():
-                item: Any = next(iterator, _END)
-            if item is _END:
-                return
+        iterator = iter(self._loader)
+        for item in iterator:
             if isinstance(item, _Failure):
                 self._loader = None
                 del iterator  # else the workers would live as long as the error's traceback
@@ -94,10 +88,13 @@ class ItemLoader(Generic[Key, Item]):
             yield item
 
     def _start(self) -> DataLoader[Item]:
+        import torch
         from torch.utils.data import DataLoader
 
+        items: object = _Items(self._make)  # a DataLoader only indexes its data set
         return DataLoader(
-            cast("Dataset[Item]", self._items),  # a DataLoader only indexes its data set
+            cast("Dataset[Item]", items),
+            generator=torch.Generator(),  # else each iteration draws from the global one
             batch_size=None,
             sampler=self._keys,
             num_workers=self._workers,
@@ -121,6 +118,13 @@ def _check_sockets() -> None:
             allowed=f"a path of at most {_LONGEST_TEMPORARY} bytes, or train.num_workers: 0",
             do="start Python with TMPDIR set to a shorter path, such as /tmp",
         )
+
+
+def isolated() -> AbstractContextManager[None]:
+    """Restore this process's random generators after a block; a worker has its own ones."""
+    from torch.utils.data import get_worker_info
+
+    return preserve_random_state() if get_worker_info() is None else nullcontext()
 
 
 @contextmanager
@@ -324,8 +328,10 @@ class SampleSource:
         """See :class:`Source`."""
         from accelerate.utils import send_to_device
 
-        for batch in self._loader.items(_batch_keys(indices, sizes, epoch)):
-            yield send_to_device(batch, self._device, non_blocking=True)
+        batches = self._loader.items(_batch_keys(indices, sizes, epoch))
+        if self._device.type == "cpu":
+            return batches
+        return (send_to_device(batch, self._device, non_blocking=True) for batch in batches)
 
 
 class _BatchKey(NamedTuple):
@@ -343,24 +349,58 @@ def _batch_keys(indices: Tensor, sizes: Sequence[int], epoch: int) -> Iterator[_
 class _BatchMaker:
     """Makes a batch of a data set: loads each sample with its own seed, then calls ``collate``.
 
-    A sample is always ``dataset[index]``: ``__getitems__``, by which some data sets load many at
-    once, could not seed each of them.
+    Seeding 32 samples takes as long as the step of a small model. So it begins with the first batch
+    that draws, which is loaded again.
     """
 
     def __init__(self, dataset: MapDataset, collate: Collate | None, seed: int) -> None:
         from torch.utils.data import default_collate
 
         self._dataset, self._collate, self._seed = dataset, collate or default_collate, seed
+        # As a DataLoader does; it could not seed each sample.
+        self._load_many = getattr(dataset, "__getitems__", None)
+        self._first, self._draws = True, False
 
     def __call__(self, key: _BatchKey) -> Batch:
-        samples = [self._load(key.epoch, index) for index in key.indices]
+        if self._draws:
+            return self._seeded(key)
+        first, self._first = self._first, False
+        # The whole states only once: NumPy takes as long for them as a batch for its samples.
+        with isolated() if first else nullcontext():
+            before = GeneratorStates.now()
+            batch = self._collated(key, self._load(key.indices))
+            self._draws = before != GeneratorStates.now()
+        if not self._draws:
+            return batch
+        if not first:
+            before.restore()
+        return self._seeded(key)
+
+    def _seeded(self, key: _BatchKey) -> Batch:
+        samples = []
+        with isolated():
+            for index in key.indices:
+                seed_sample(self._seed, key.epoch, index)
+                samples += self._load([index])
+            return self._collated(key, samples)
+
+    def _collated(self, key: _BatchKey, samples: list[Sample]) -> Batch:
         with noted(f"while loading a batch of the samples {key.indices}"):
             return self._collate(samples)
 
-    def _load(self, epoch: int, index: int) -> Sample:
-        seed_sample(self._seed, epoch, index)
-        with noted(f"while loading sample {index} of the data set"):
-            return self._dataset[index]
+    def _load(self, indices: list[int]) -> list[Sample]:
+        if self._load_many is not None:
+            with noted(f"while loading the samples {indices} of the data set"):
+                samples: list[Sample] = self._load_many(indices)
+                return samples
+        samples, dataset, index = [], self._dataset, 0
+        try:
+            for index in indices:
+                samples.append(dataset[index])
+        except Exception as error:
+            add_note(error, f"[nbtoolkit] while loading sample {index} of the data set")
+            raise
+        return samples
 
 
 class _Rows:

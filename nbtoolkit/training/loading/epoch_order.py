@@ -239,19 +239,32 @@ def _balanced(weights: str, data: object) -> Tensor:
     return cast("Tensor", 1.0 / counts[places].double())
 
 
+def known_targets(data: object) -> Labels | None:
+    """The targets of all samples, as batches have them: of a pair of arrays; None: not known."""
+    import numpy as np
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+    if isinstance(data, DataLoader) and data.collate_fn is default_collate:
+        data = data.dataset
+    parts: Any = data.tensors if type(data) is TensorDataset else data
+    if not isinstance(parts, tuple) or len(parts) != 2:
+        return None
+    targets: Any = _without_tables(parts[1], None)
+    return targets if isinstance(targets, (torch.Tensor, np.ndarray)) else None
+
+
 def labels_of(data: object) -> Labels | None:
     """The targets of all samples: a pair's second array, or the data set's; None: unknown."""
     import numpy as np
     import torch
-    from torch.utils.data import Subset, TensorDataset
+    from torch.utils.data import Subset
 
     if isinstance(data, Subset):
         whole = labels_of(data.dataset)
         return None if whole is None else torch.as_tensor(whole)[torch.as_tensor(data.indices)]
-    parts: Any = data.tensors if isinstance(data, TensorDataset) else data
-    if isinstance(parts, tuple) and len(parts) == 2:
-        targets: Any = _without_tables(parts[1], None)
-        return targets if isinstance(targets, (torch.Tensor, np.ndarray)) else None
+    if isinstance(data, tuple) or hasattr(data, "tensors"):
+        return known_targets(data)
     found = getattr(data, "targets", getattr(data, "labels", None))
     return np.asarray(found) if isinstance(found, (list, tuple)) else found
 

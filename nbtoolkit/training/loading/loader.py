@@ -18,6 +18,7 @@ from nbtoolkit.training.loading.data import (
     Sample,
     Source,
     float_type,
+    isolated,
     make_source,
     noted,
 )
@@ -423,7 +424,8 @@ class _StreamReader:
     def __call__(self, stream_pass: _StreamPass) -> _StreamStep:
         if stream_pass != self._pass:
             self._pass, self._samples = stream_pass, self._open(stream_pass)
-        return self._make_step(list(islice(self._samples, self._sampler.batch)))
+        with isolated():
+            return self._make_step(list(islice(self._samples, self._sampler.batch)))
 
     def _open(self, stream_pass: _StreamPass) -> Iterator[tuple[int, Sample]]:
         """The stream's samples after those to skip, each with its position."""

@@ -19,6 +19,7 @@ from nbtoolkit.errors import FitError
 from nbtoolkit.training.evaluation import forward_pair
 from nbtoolkit.training.losses import BatchLoss, training_pass
 from nbtoolkit.training.model import autocasting
+from nbtoolkit.training.reduction import Reduction
 from nbtoolkit.training.step import Recipe, TrainStep
 from nbtoolkit.training.strategy import Strategy
 from nbtoolkit.worker.collectives import broadcast, gather_on_all, gather_on_first
@@ -336,8 +337,7 @@ class PipelineTrainStep(TrainStep):
             outputs = self._run(self._schedule(inputs, 1, trains=False), inputs)
             if not self._is_last:
                 return None
-            outputs, targets, returned, weight = self._compute(_same, (outputs, targets))
-            return outputs, targets, self._reduced.reduce(returned, samples, weight)
+            return self._evaluated(_same, (outputs, targets), samples)
 
     def _pass(self, batch: Batch, micro_batch: MicroBatch) -> BatchLoss:
         import torch
@@ -346,15 +346,20 @@ class PipelineTrainStep(TrainStep):
         zero = torch.zeros((), device=self._device)
         if not micro_batch.last:
             return BatchLoss(zero, 0.0)
-        self._losses = []
+        self._losses, samples = [], sum(one.samples for _, one in self._held)
         for inputs, count in self._equal_sized():
             schedule = self._schedule(inputs[: len(inputs) // count], count, trains=True)
             self._run(schedule, inputs, target=torch.arange(count))
             self._held = self._held[count:]
         if not self._knows_reduction:
-            self._reduced.reduction = gather_on_all(self._reduced.reduction, self._ranks)[-1]
+            reduction = gather_on_all(self.reduced_loss.reduction, self._ranks)[-1]
+            self.reduced_loss.reduction = reduction
             self._knows_reduction = True
-        return _mean(self._losses) if self._is_last else BatchLoss(zero, 0.0)
+        if not self._is_last:
+            return BatchLoss(zero, 0.0)
+        loss = _mean(self._losses)
+        weighted = self.reduced_loss.reduction is Reduction.WEIGHTED
+        return loss._replace(weight=float(samples)) if weighted else loss
 
     def _equal_sized(self) -> Iterator[tuple[Tensor, int]]:
         """The inputs of micro-batches of one size in a row, joined, and how many they are.
