@@ -2,7 +2,7 @@
 
 from nbtoolkit.integrations import lightning as nbl
 
-trainer = lightning.Trainer(**nbl.trainer_arguments(ctx), max_epochs=5)
+trainer = lightning.Trainer(**nbl.trainer_arguments(ctx, max_epochs=5))
 trainer.fit(module, loader, ckpt_path=nbl.resume_from(ctx))
 """
 

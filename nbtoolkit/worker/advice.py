@@ -16,6 +16,7 @@ _SHARED_MEMORY_ERRORS = (
     "are out of shared memory",
     "No space left on device: '/dev/shm",
 )
+_UNUSED_ERROR = "Expected to have finished reduction in the prior iteration"
 _DEVICE_ERRORS = ("Expected all tensors to be on the same device", "weight type (torch.cuda.")
 
 
@@ -47,6 +48,12 @@ def advice(error: BaseException) -> str | None:
             "workers of a DataLoader pass their batches through it: start the container with "
             "--shm-size=8g (or --ipc=host), or use no workers (train.num_workers: 0; in an own "
             "loop DataLoader(..., num_workers=0))"
+        )
+    if _UNUSED_ERROR in text:
+        return (
+            "a training step did not use all parameters of a prepared model: set "
+            "distributed.find_unused_parameters: true (slower), or freeze the others with "
+            "requires_grad_(False)"
         )
     if any(part in text for part in _DEVICE_ERRORS):
         return (

@@ -99,7 +99,7 @@ def _lightning_warning(name: str) -> str:
         do = 'Fabric(devices=ctx.world_size, strategy="ddp", ...), then fabric.launch()'
     else:
         do = (
-            "lightning.Trainer(**nbl.trainer_arguments(ctx), ...), with "
+            "lightning.Trainer(**nbl.trainer_arguments(ctx, ...)), with "
             "`from nbtoolkit.integrations import lightning as nbl`"
         )
     return (

@@ -243,3 +243,35 @@ def test_an_error_that_advice_cannot_read_arrives_as_it_is(config: Config) -> No
         nb.launch(raises_odd_key, config, display="off")
     with pytest.raises(Textless):
         nb.launch(raises_textless, config, display="off")
+
+
+class TwoHeads(nn.Module):
+    """Only one of its heads takes part in a step, as in the templates of some GANs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+
+    def forward(self, inputs: torch.Tensor, head: int) -> torch.Tensor:
+        output: torch.Tensor = self.heads[head](inputs)
+        return output
+
+
+def one_head_a_step(config: Config, ctx: RunContext) -> None:
+    model: Any = TwoHeads()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.001)
+    loader: Any = DataLoader(DATA, batch_size=4)
+    model, optimizer, loader = ctx.prepare(model, optimizer, loader)
+    for step, (inputs, targets) in enumerate(loader):
+        loss = (model(inputs, step % 2) - targets).square().mean()
+        optimizer.zero_grad()
+        ctx.accelerator.backward(loss)
+        optimizer.step()
+
+
+def test_a_model_of_which_a_step_uses_a_part_names_the_setting(config: Config) -> None:
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction") as caught:
+        nb.launch(one_head_a_step, config, processes=2, display="off")
+    assert "set distributed.find_unused_parameters: true" in "\n".join(caught.value.__notes__)
+    other = config.with_overrides({"distributed.find_unused_parameters": True})
+    assert nb.launch(one_head_a_step, other, processes=2, display="off").status == "completed"

@@ -185,7 +185,7 @@ def fabric_trains(config: Config, ctx: RunContext) -> None:
 @pytest.mark.parametrize(
     ("trains", "do"),
     [
-        (lightning_trains, "lightning.Trainer(**nbl.trainer_arguments(ctx), ...)"),
+        (lightning_trains, "lightning.Trainer(**nbl.trainer_arguments(ctx, ...))"),
         (
             fabric_trains,
             'Fabric(devices=ctx.world_size, strategy="ddp", ...), then fabric.launch()',
