@@ -370,6 +370,8 @@ def _fits(value: object, hint: Any) -> bool:
         )
     if origin is dict:
         return isinstance(value, dict) and all(_fits(part, arguments[1]) for part in value.values())
+    if origin is list:
+        return isinstance(value, list) and all(_fits(part, arguments[0]) for part in value)
     if hint is float:
         return isinstance(value, (int, float))
     return isinstance(value, str if origin is Literal else hint)
