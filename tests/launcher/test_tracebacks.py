@@ -128,7 +128,9 @@ fails_in_a_lambda = lambda: (  # noqa: E731
 
 
 @pytest.mark.parametrize(
-    "fails", [fails_in_a_long_statement, Failing().method, fails_in_a_lambda], ids=str
+    "fails",
+    [fails_in_a_long_statement, Failing().method, fails_in_a_lambda],
+    ids=["statement", "method", "lambda"],
 )
 def test_a_rebuilt_traceback_is_printed_like_the_first(fails: Callable[[], object]) -> None:
     with pytest.raises(KeyError) as caught:
