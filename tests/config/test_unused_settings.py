@@ -12,11 +12,18 @@ from torch import nn
 from torch.nn import functional as F
 
 import nbtoolkit as nb
+from nbtoolkit.config import reads
 from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.errors import SweepError
 from nbtoolkit.run.events import EventReader
 
 SAID = "settings without effect"
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process have asked for names, as cells of a notebook do."""
+    monkeypatch.setattr(reads, "_asked", set())
 
 
 def own_loop(config: Any, ctx: Any) -> dict[str, float]:

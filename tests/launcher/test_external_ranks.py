@@ -90,8 +90,8 @@ def test_torchrun_ranks_share_one_run(tmp_path: Path) -> None:
         assert value.pop("nested").endswith(str(paths.folder))
         wanted = {"rank": number, "world_size": 2, "device": "cpu", "saved": True, "sum": 3.0}
         assert value == wanted
-    # the second report is what it returned
-    assert types(paths) == ["run", "metrics", "checkpoint", "report", "report", "ended"]
+    # The note: the ranks report different scores. The second report is what it returned.
+    assert types(paths) == ["run", "metrics", "checkpoint", "note", "report", "report", "ended"]
     assert ranks[0]["events"] == types(paths)
     assert ranks[1]["events"] == []  # rank 0 keeps the record
     assert ranks[1]["metrics"] == {

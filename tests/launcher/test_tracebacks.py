@@ -63,7 +63,7 @@ def test_an_error_of_ours_ends_at_the_users_call(
 
     # The summary has what happened; the rest stands in the exception.
     [summary] = [line for line in capsys.readouterr().out.splitlines() if ": failed, " in line]
-    assert "FitError: the loss compares each sample with all others" in summary
+    assert "FitError: the loss compares each output with the targets of all samples" in summary
     assert "nbtoolkit.errors" not in summary
     assert "Do now" not in summary
     # The log has all of it.

@@ -37,6 +37,7 @@ VALUES: dict[Any, tuple[Any, ...]] = {
     dict[str, float]: ({}, {"type": 0.5, "loss": 1.0}),
     dict[str, int]: ({}, {"0": -9}),
     dict[str, str]: ({"PATH": "/bin", "LANG": "\udcff"},),
+    dict[str, str] | None: (None, {"PATH": "/bin"}),
     list[list[float]] | None: (None, [[0.5], []]),
     GroupDescriptors: (GROUP,),
     GroupDescriptors | None: (None, GROUP),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -46,6 +47,9 @@ def _imported() -> Any:
     bare = ModuleType("kaggle")
     bare.__path__ = list(spec.submodule_search_locations)
     sys.modules["kaggle"] = bare
+    # The client makes this folder at import, and fails if another worker has just made it.
+    home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    os.makedirs(os.environ.get("KAGGLE_CONFIG_DIR") or f"{home}/kaggle", exist_ok=True)
     import kaggle.api.kaggle_api_extended as api
 
     return api

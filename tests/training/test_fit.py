@@ -371,7 +371,7 @@ def test_load_model_says_what_is_wrong(tmp_path: Path) -> None:
         ({"valid_data": samples(0)}, r"the validation set is empty[\s\S]*valid_data=None"),
         ({"train_data": samples(2)[0]}, r"not a pair .* but a Tensor[\s\S]*step="),
         ({"train_data": {"x": samples(9)[0], "y": samples(9)[1]}}, "not a pair .* but a dict"),
-        ({"metrics": ["precision"]}, "'precision' is not a metric"),
+        ({"metrics": ["precision"]}, "no metric of the name 'precision'"),
     ],
     ids=["empty", "empty validation", "two rows", "two keys", "metric"],
 )

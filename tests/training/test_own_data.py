@@ -111,7 +111,7 @@ def test_accuracy_of_a_regression_is_refused_before_the_first_step(tmp_path: Pat
         data = INPUTS, INPUTS[:, :1]
         return nb.fit(ctx, config, model, data, data, loss=functional.mse_loss, metrics="accuracy")
 
-    with pytest.raises(FitError, match=r'"accuracy" [\s\S]*not classes[\s\S]*l1_loss'):
+    with pytest.raises(FitError, match=r'"accuracy" [\s\S]*not classes[\s\S]*rmse'):
         nb.launch(train, configured(tmp_path), start="inline", display="off")
 
 
