@@ -17,13 +17,14 @@ import pickle
 import struct
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import cloudpickle
 
-from nbtoolkit.errors import CannotPickle
+from nbtoolkit.errors import CannotPickle, some_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -161,16 +162,20 @@ class _Pickler(cloudpickle.Pickler):
         self.files: set[str] = set()
         self.of_main: dict[str, type | types.FunctionType] = {}
         """Functions and classes of cells, by the name under which plain pickle looks for them."""
+        self.modules: set[types.ModuleType] = set()
+        """Modules that the function refers to; the ranks import them anew."""
 
     def reducer_override(self, obj: object) -> object:
         if isinstance(obj, (type, types.FunctionType)) and in_main(obj):
             self.of_main[obj.__qualname__] = obj
         if isinstance(obj, types.FunctionType):
             self.files.add(obj.__code__.co_filename)
-        elif isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+        elif isinstance(obj, types.ModuleType):
+            self.modules.add(obj)
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             # A lazy package: cloudpickle only knows plain modules.
             return importlib.import_module, (obj.__name__,)
-        elif isinstance(obj, types.CodeType):
+        if isinstance(obj, types.CodeType):
             # From 3.1.3 on, cloudpickle replaces the file that errors and stacks name.
             make, arguments = self.dispatch_table[types.CodeType](obj)
             return _code_of_file, (make, arguments, obj.co_filename)
@@ -274,6 +279,7 @@ def pack_function(
         except Exception as error:
             assert function is not None
             raise _cannot_pickle(function, error) from error
+        _warn_of_replaced(pickler.modules)
         packed = PackedFunction(
             function=file.getvalue(),
             buffers=pickler.buffers,
@@ -281,6 +287,24 @@ def pack_function(
             environment=environment,
         )
         yield writer.finish(cloudpickle.dumps(packed))
+
+
+def _warn_of_replaced(modules: Iterable[types.ModuleType]) -> None:
+    """Warn of functions and classes of cells that a cell has set on a module."""
+    names = sorted(
+        f"{module.__name__}.{name}"
+        for module in modules
+        if module.__name__ not in _MAIN
+        for name, value in tuple(vars(module).items())
+        if isinstance(value, (type, types.FunctionType)) and in_main(value)
+    )
+    if names:
+        warnings.warn(
+            f"a cell has set {some_names(names)}, and the ranks do not have it: they import the "
+            "module again\n  Allowed: modules as they are imported\n"
+            f"  Do now:  set {names[0]} at the beginning of the training function",
+            stacklevel=2,
+        )
 
 
 def unpack(fd: int, kind: type[T]) -> T:

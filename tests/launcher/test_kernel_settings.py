@@ -117,6 +117,22 @@ def test_log_lines_go_where_the_kernels_basic_config_writes_them(
     assert sorted(lines) == sorted(written * 2)
 
 
+def test_a_function_of_a_cell_that_a_cell_has_set_on_a_module_is_named(kernel: Notebook) -> None:
+    cell = kernel.run("""
+    import colorsys
+    def mine(*rgb):
+        return "mine"
+    def uses(config, ctx):
+        return colorsys.rgb_to_hsv(0, 0, 0)
+    print(run(uses, display="off").value)
+    colorsys.rgb_to_hsv = mine
+    print(run(uses, display="off").value)
+    """).ok()
+    assert cell.text.count("UserWarning") == 1
+    assert "a cell has set colorsys.rgb_to_hsv, and the ranks do not have it" in cell.text
+    assert "mine" not in [line.strip() for line in cell.text.splitlines()]
+
+
 NAMES = """
 import os
 os.environ.update({changes})
