@@ -85,9 +85,9 @@ class Comparison:
     def explain(self) -> str:
         """Describe the differences, one per line."""
         rows = (f"  {name}: {text}" for name, text in self._rows())
-        return "\n".join([f"{self._verdict()}: {self.what}", *rows])
+        return "\n".join([f"{self._outcome()}: {self.what}", *rows])
 
-    def _verdict(self) -> str:
+    def _outcome(self) -> str:
         if self.passed:
             return "equal"
         if self.first_other_step is None and math.isnan(self.largest):

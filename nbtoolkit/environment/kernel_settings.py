@@ -67,7 +67,7 @@ class LogHandler:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelSettings:
+class ProcessSettings:
     """Settings of the kernel's process that its ranks get.
 
     Attributes:
@@ -83,7 +83,7 @@ class KernelSettings:
     handlers: tuple[LogHandler, ...]
 
     @classmethod
-    def read(cls) -> KernelSettings:
+    def read(cls) -> ProcessSettings:
         """Read the settings of this process, without importing anything."""
         loggers = {"": logging.root, **_loggers()}
         return cls(
@@ -119,7 +119,7 @@ class KernelSettings:
 
 
 _added: list[tuple[logging.Logger, logging.Handler]] = []
-"""The handlers of the last call of :meth:`KernelSettings.apply`."""
+"""The handlers of the last call of :meth:`ProcessSettings.apply`."""
 
 
 def hash_seed() -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbtoolkit.config.schema import Config
-from nbtoolkit.environment.kernel_settings import KernelSettings
+from nbtoolkit.environment.kernel_settings import ProcessSettings
 from nbtoolkit.environment.launch_plan import LaunchPlan, fixed_by_ranks
 
 _STANDBY_SECONDS = 600.0  # in a kernel
@@ -37,7 +37,7 @@ class KernelEnvironment:
     cwd: str
     sys_path: list[str]
     argv: list[str]
-    settings: KernelSettings
+    settings: ProcessSettings
 
 
 def kernel_environment() -> KernelEnvironment:
@@ -51,7 +51,7 @@ def kernel_environment() -> KernelEnvironment:
         cwd=cwd,
         sys_path=list(sys.path),
         argv=list(sys.argv),
-        settings=KernelSettings.read(),
+        settings=ProcessSettings.read(),
     )
 
 

@@ -66,7 +66,7 @@ class Computed(NamedTuple):
     """Of torch's class losses, if they were recorded."""
 
 
-class Verdict(NamedTuple):
+class Finding(NamedTuple):
     """What one rank found out about the loss; sent to the others."""
 
     reduction: Reduction
@@ -147,13 +147,13 @@ class ReducedLoss:
             if self._compare(Reduction.MEAN, computed, samples).reduction is Reduction.SUM:
                 self.reduction = Reduction.SUM  # is reported as a mean over the samples
             return
-        verdicts = gather_on_all(self._judge(computed, samples, known), ranks)
-        strongest = max(verdicts)
+        findings = gather_on_all(self._judge(computed, samples, known), ranks)
+        strongest = max(findings)
         if strongest.reduction is Reduction.OTHER:
             raise _not_in_parts(strongest.why)
         self.reduction = strongest.reduction
-        self.records = any(verdict.records for verdict in verdicts)
-        self.in_forward = any(verdict.in_forward for verdict in verdicts)
+        self.records = any(finding.records for finding in findings)
+        self.in_forward = any(finding.in_forward for finding in findings)
 
     def check_all_count(self, weight: float, samples: int) -> None:
         """Refuse ignored targets in a loss that has other terms, too.
@@ -168,21 +168,21 @@ class ReducedLoss:
         if self.reduction is Reduction.MIXED and weight < samples * (1 - 1e-9):
             raise _not_in_parts(_OTHER_TERMS)
 
-    def _judge(self, computed: Computed, samples: int, known: Labels | None) -> Verdict:
+    def _judge(self, computed: Computed, samples: int, known: Labels | None) -> Finding:
         likely = _kind_of(computed, known)
         if likely is Reduction.OTHER:
-            return Verdict(likely, why=_OTHER_TERMS)
-        verdict = self._compare(likely, computed, samples)
+            return Finding(likely, why=_OTHER_TERMS)
+        finding = self._compare(likely, computed, samples)
         records = bool(computed.calls) and likely is not Reduction.MEAN
-        return verdict._replace(records=records, in_forward=bool(self.in_forward))
+        return finding._replace(records=records, in_forward=bool(self.in_forward))
 
-    def _compare(self, likely: Reduction, computed: Computed, samples: int) -> Verdict:
+    def _compare(self, likely: Reduction, computed: Computed, samples: int) -> Finding:
         """Compare the loss of a batch with the losses of its parts: a sum shows, or a fault."""
         if samples == 0:
-            return Verdict(likely)
+            return Finding(likely)
         whole, records = _reduce(likely, computed, samples), bool(computed.calls)
         if not math.isfinite(float(whole.mean.detach())):
-            return Verdict(likely)
+            return Finding(likely)
         batch = computed.outputs, computed.targets
         try:
             if samples == 1:  # a sum shows in two copies of the sample
@@ -193,15 +193,15 @@ class ReducedLoss:
                     self._of_rows(likely, batch, low, high, samples, records=records)
                     for low, high in ((0, cut), (cut, samples))
                 ]
-                verdict = _verdict(likely, whole, parts, f"for {cut} and {samples - cut} of them")
-                if verdict.reduction is not likely:
-                    return verdict
+                finding = _finding(likely, whole, parts, f"for {cut} and {samples - cut} of them")
+                if finding.reduction is not likely:
+                    return finding
         except NotRows:
             pass
         except Exception as error:
             why = f"for {samples} samples it returns a value, for a part of them it raises "
-            return Verdict(Reduction.OTHER, why=f"{why}{type(error).__name__}: {error}")
-        return Verdict(likely)
+            return Finding(Reduction.OTHER, why=f"{why}{type(error).__name__}: {error}")
+        return Finding(likely)
 
     def _of_rows(
         self, likely: Reduction, batch: Batch, low: int, high: int, samples: int, *, records: bool
@@ -311,9 +311,9 @@ def _reduce(reduction: Reduction, computed: Computed, samples: int) -> BatchLoss
     return BatchLoss(returned, calls[0].weight)
 
 
-def _verdict(
+def _finding(
     likely: Reduction, whole: BatchLoss, parts: Sequence[BatchLoss], where: str
-) -> Verdict:
+) -> Finding:
     """Whether the losses of the parts give that of the whole, as a ``likely`` loss or as a sum."""
     import torch
 
@@ -323,11 +323,11 @@ def _verdict(
     half = whole.mean.dtype in (torch.float16, torch.bfloat16)
     tolerance = _TOLERANCE_OF_HALVES if half else _TOLERANCE
     if _adds_up(value * weight, totals, tolerance):
-        return Verdict(likely)
+        return Finding(likely)
     if likely is Reduction.MEAN and _adds_up(value, means, tolerance):
-        return Verdict(Reduction.SUM)
+        return Finding(Reduction.SUM)
     average = sum(totals) / (sum(weights) or 1)
-    return Verdict(
+    return Finding(
         Reduction.OTHER,
         why=f"for the whole batch it is {value:.6g}, {where} {average:.6g} on average",
     )
