@@ -151,11 +151,15 @@ def _choices(hint: object) -> Iterator[str]:
 
 
 def _free_section(value: object, info: ValidationInfo) -> FreeSection:
+    return _named_section(value, info.field_name or "")
+
+
+def _named_section(value: object, name: str) -> FreeSection:
     # None: `options:` with nothing under it.
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{value!r} is not a section")
     values = value._values if isinstance(value, FreeSection) else value
-    return FreeSection(values, info.field_name or "")
+    return FreeSection(values, name)
 
 
 def _number(value: object) -> object:
@@ -255,7 +259,7 @@ Free = Annotated[
 def _param_groups(value: object) -> tuple[FreeSection, ...]:
     if not isinstance(value, (list, tuple)):
         raise ValueError("not a list of groups")
-    groups = tuple(FreeSection(group) for group in value)
+    groups = tuple(_named_section(group, "") for group in value)
     for group in groups:
         match = group.get("match")
         patterns = match if isinstance(match, tuple) else (match,)

@@ -56,6 +56,7 @@ PRELOADED = (
     "nbtoolkit.launcher.supervisor_process",
     "nbtoolkit.launcher.agent",
     "nbtoolkit.worker.main",
+    "nbtoolkit.worker.undivided",
     "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
     "multiprocessing.popen_fork",
     "multiprocessing.queues",

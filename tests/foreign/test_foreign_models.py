@@ -263,6 +263,7 @@ def gan(config: Config, ctx: RunContext) -> Value:
     adam_of_maker = torch.optim.Adam(maker.parameters(), lr=2e-3, betas=(0.5, 0.999))
     prepared = ctx.prepare(maker, judge, adam_of_maker, adam_of_judge, dataloader)  # nbtoolkit
     maker, judge, adam_of_maker, adam_of_judge, dataloader = prepared
+    common = torch.Generator().manual_seed(1)  # nbtoolkit: the ranks draw from it alike
     results = []
     for _ in range(3):
         for (real,) in dataloader:
@@ -272,7 +273,8 @@ def gan(config: Config, ctx: RunContext) -> Value:
             label = torch.full((size,), 1.0)
             error_of_real = criterion(judge(real), label)
             error_of_real.backward()
-            noise = torch.randn(size * ctx.world_size, 6, 1, 1)  # nbtoolkit (times the ranks)
+            count = size * ctx.world_size  # nbtoolkit
+            noise = torch.randn(count, 6, 1, 1, generator=common)  # nbtoolkit
             noise = noise.chunk(ctx.world_size)[ctx.rank]  # nbtoolkit
             fake = maker(noise)
             label.fill_(0.0)
