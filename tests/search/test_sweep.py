@@ -321,7 +321,9 @@ def test_a_larger_number_of_trials_goes_on_with_a_complete_sweep(config: nb.Conf
     assert (more.paths.folder, len(more.trials)) == (first.paths.folder, 3)
     assert more.trials["value"].tolist()[:2] == first.trials["value"].tolist()[:2]
     again = swept(bowl, config, RANDOM, n_trials=3)
-    assert again.paths.folder != first.paths.folder  # what is complete is not taken for new
+    assert again.paths.folder == first.paths.folder  # what is complete is shown again
+    anew = swept(bowl, config, RANDOM, n_trials=3, resume="never")
+    assert anew.paths.folder != first.paths.folder
 
 
 def test_a_detached_sweep_is_attached_to_and_stopped(config: nb.Config) -> None:

@@ -35,7 +35,7 @@ def main(outputs: Path) -> None:
     print("trials:", list(study.trials["state"]))
     bundles = outputs.parent / "bundles"
     bundles.mkdir()
-    (bundles / ".nbtoolkit-relay.bundle.left").touch()  # by a process that was killed
+    (bundles / ".nbtoolkit-relay.bundle.leftover").touch()  # by a process that was killed
     nb.pack(bundles, source=outputs)
     print("unpacked:", len(nb.unpack(bundles, into=outputs.parent / "next").new))
     print("left:", sorted(path.name for path in bundles.iterdir()))
