@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,8 +25,8 @@ Batch = TypeVar("Batch")
 
 # --- seeds ---
 
-# Bytes of the state of NumPy's Mersenne Twister before its position, an int.
-_NUMPY_KEY = 624 * 4
+# Bytes of the state of a Mersenne Twister besides its position, an int.
+_TWISTER_KEY = 624 * 4
 
 
 def derive_seed(*parts: object) -> int:
@@ -72,11 +71,14 @@ def preserve_random_state() -> Iterator[None]:
 
 
 class GeneratorStates(NamedTuple):
-    """States of the global generators, to see whether something has drawn from them."""
+    """States of the global generators, to see whether something has drawn from them.
 
-    python: tuple[Any, ...]
+    Python's and NumPy's are as in memory: their own functions take as long for a state as a small
+    batch takes to load.
+    """
+
+    python: bytes
     numpy: bytes
-    """As in memory: ``np.random.get_state`` takes as long as loading a batch."""
     cpu: bytes
 
     @classmethod
@@ -87,20 +89,26 @@ class GeneratorStates(NamedTuple):
         import numpy as np
         import torch
 
+        # https://github.com/python/cpython/blob/main/Modules/_randommodule.c: RandomObject
+        python = id(random._inst) + object.__basicsize__
         twister: Any = np.random.mtrand._rand._bit_generator
-        address = twister.ctypes.state_address
-        numpy = ctypes.string_at(address, _NUMPY_KEY + ctypes.sizeof(ctypes.c_int))
-        return cls(random.getstate(), numpy, torch.get_rng_state().numpy().tobytes())
+        size = _TWISTER_KEY + ctypes.sizeof(ctypes.c_int)
+        return cls(
+            ctypes.string_at(python, size),
+            ctypes.string_at(twister.ctypes.state_address, size),
+            torch.get_rng_state().numpy().tobytes(),
+        )
 
     def restore(self) -> None:
-        """Restore them, but for a normal number that NumPy may hold back for its next call."""
+        """Restore them, but for a normal number that a generator may keep for its next call."""
         import numpy as np
         import torch
 
-        key = np.frombuffer(self.numpy[:_NUMPY_KEY], np.uint32)
-        position = int.from_bytes(self.numpy[_NUMPY_KEY:], sys.byteorder)
-        random.setstate(self.python)
-        np.random.set_state(("MT19937", key, position, 0, 0.0))
+        # Python has the position before the key, NumPy after it.
+        position, *words = np.frombuffer(self.python, np.uint32).tolist()
+        random.setstate((3, (*words, position), None))
+        *words, position = np.frombuffer(self.numpy, np.uint32).tolist()
+        np.random.set_state(("MT19937", np.array(words, np.uint32), position, 0, 0.0))
         torch.set_rng_state(torch.frombuffer(bytearray(self.cpu), dtype=torch.uint8))
 
 
