@@ -21,7 +21,7 @@ from tests.bench.training import BATCH, SMALL, digits, mlp
 
 ROUNDS = 5
 COPIES = 10  # of the digits: 14,370 samples, 449 steps an epoch
-STEPS = {"tensors": 4_500, "TensorDataset": 2_250, "map": 1_800, "workers": 1_800}
+STEPS = {"tensors": 3_000, "TensorDataset": 1_500, "map": 1_200, "workers": 900}
 ALLOWED_RATIO, ALLOWED_SECONDS = 1.05, 20e-6
 
 
