@@ -141,7 +141,6 @@ def test_leaves_nothing(session_leaves_nothing: None) -> Iterator[None]:
     left = {
         "processes": _end_processes(processes),
         "threads": _wait_until_empty(lambda: _threads_left(threads)),
-        # Ranks that start in advance have one until they have joined their group.
         "folders": _wait_until_empty(lambda: [f for f in _temporary_folders() if f not in folders]),
         "ports": [port for port in _listening() if port not in ports],
         "variables": _changed_variables(environ),

@@ -11,7 +11,6 @@ from nbtoolkit.config.fields import (
     CountFrom0,
     Free,
     FreeSection,
-    NotNegative,
     OutputFolder,
     Positive,
     Seconds,
@@ -111,11 +110,6 @@ class Runtime(Section):
     hang_timeout: Seconds = 300.0
     """A rank counts as hung if it sends no message and computes nothing for this time, while
     another rank waits for it or has returned."""
-    standby_seconds: Auto | NotNegative = "auto"
-    """After a run on the CPU, nbtoolkit starts the ranks of the next launch in advance, so that a
-    launch with the same number of ranks starts faster. This setting is the number of seconds for
-    which these ranks wait for the launch. 0: no ranks start in advance. `auto`: 600 in a notebook's
-    kernel, otherwise 0."""
     compare_ranks: bool = True
     """Warn if the ranks train different models, or report different numbers under one name.
     nbtoolkit compares some weights and the numbers at each report and, except under torchrun and

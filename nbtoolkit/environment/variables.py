@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,11 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.kernel_settings import ProcessSettings
-from nbtoolkit.environment.launch_plan import LaunchPlan, fixed_by_ranks
-
-_STANDBY_SECONDS = 600.0  # in a kernel
+from nbtoolkit.environment.launch_plan import LaunchPlan
 
 RANK_MARK = "NBTOOLKIT_RANK"
 """Set to the run's folder in every rank and its child processes."""
@@ -73,35 +69,6 @@ def apply_environment(kernel: KernelEnvironment, plan: LaunchPlan, folder: Path)
     os.chdir(kernel.cwd)
     sys.path[:] = kernel.sys_path
     sys.argv[:] = kernel.argv
-
-
-def standby_shape(kernel: KernelEnvironment, plan: LaunchPlan) -> str:
-    """Return a key of all that ranks fix when they start: ranks that wait fit an equal key.
-
-    Empty for ranks that must not start before their launch: those that hold a device, use a port of
-    the user's choice, or are not forked by the fork server.
-    """
-    held = plan.device_type != "cpu" or plan.port is not None or plan.strategy == "tensorflow"
-    if held or plan.start != "forkserver":
-        return ""
-    fixed = (*fixed_by_ranks(plan), plan.group_timeout)
-    environ = sorted(without_stale(kernel.environ).items())
-    parts = repr((fixed, environ, kernel.cwd, kernel.sys_path, kernel.argv))
-    return hashlib.sha256(parts.encode()).hexdigest()[:16]
-
-
-def standby_seconds(config: Config, *, in_kernel: bool = True) -> float:
-    """Return how long ranks wait for the next launch; 0: none do.
-
-    Args:
-        config: ``runtime.standby_seconds`` is used.
-        in_kernel: whether the launching process is a notebook's kernel, which is likely to launch
-            again; a script is not.
-    """
-    value = config.runtime.standby_seconds
-    if value == "auto":
-        return _STANDBY_SECONDS if in_kernel else 0.0
-    return value
 
 
 def plan_variables(plan: LaunchPlan, folder: Path) -> dict[str, str]:

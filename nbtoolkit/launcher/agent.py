@@ -39,8 +39,6 @@ LOOPBACK = "127.0.0.1"
 # Seconds between two checks of the ranks by elastic. Its default, 0.1 s, would be most of a warm
 # launch.
 POLL_SECONDS = 0.01
-# The same for ranks that may wait for minutes.
-STANDBY_POLL_SECONDS = 0.1
 
 
 def run_agent(message: messages.ForkAgent) -> None:
@@ -88,7 +86,7 @@ def launch_ranks(job: RankJob, port: int) -> messages.AgentResult:
             num_processes=plan.processes,
             mixed_precision="no" if plan.precision == "fp32" else plan.precision,
             use_port=str(port),
-            monitor_interval=STANDBY_POLL_SECONDS if job.spec.standby else POLL_SECONDS,
+            monitor_interval=POLL_SECONDS,
         )
     except ChildFailedError as error:
         codes = {str(rank): failure.exitcode for rank, failure in error.failures.items()}

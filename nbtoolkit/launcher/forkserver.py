@@ -12,13 +12,11 @@ import gc
 import os
 import select
 import socket
-import time
 import warnings
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pkgutil import resolve_name
 
-from nbtoolkit.environment.resources import children
 from nbtoolkit.launcher.preload import FIRST, Preloader, fork_agent, preload
 from nbtoolkit.run import messages
 from nbtoolkit.run.signals import ignore_warning_signals
@@ -36,29 +34,6 @@ class Supervisor:
 
     socket: socket.socket
     agents: set[int] = field(default_factory=set)
-    dismissed: bool = False
-    """Its ranks waited for a run, and are being ended."""
-
-
-STANDBY = "nbtoolkit.launcher.supervisor_process:stand_by"
-"""The main function of a supervisor whose ranks wait for a run."""
-
-STANDBY_DELAY = 1.0
-"""Seconds without a run before ranks start in advance: the next of several in a row needs the CPUs.
-"""
-
-
-@dataclass
-class Standby:
-    """Ranks that wait for the next run, or are to start in advance."""
-
-    request: messages.StartStandby
-    start_at: float
-    """When they are to start (monotonic)."""
-    supervisor: int | None = None
-    """The pid of their supervisor, once they have started."""
-    state: object = None
-    """The preloader's state when they started."""
 
 
 class ForkServer(Forker):
@@ -73,7 +48,6 @@ class ForkServer(Forker):
         self._tokens: dict[int, tuple[int, int]] = {}
         # Requests that wait for the first branch: pid of the supervisor, and its message.
         self._waiting: list[tuple[int, messages.ForkAgent]] = []
-        self._standby: Standby | None = None
         self._tracking: socket.socket | None = None
         self._tracking_pid: int | None = None
         self._preloader = Preloader(self)
@@ -82,7 +56,7 @@ class ForkServer(Forker):
     def serve(self) -> None:
         """Accept, fork and reap until kernel, supervisors and tracking service are gone."""
         while self._kernel is not None or self._supervisors or self._tracking_pid is not None:
-            self.turn(self._start_standby())
+            self.turn()
             if self._kernel is None and not self._supervisors:
                 # Detached runs have ended too: the service writes what is left, and exits.
                 self._end_tracking()
@@ -96,7 +70,6 @@ class ForkServer(Forker):
             self.forget(self._kernel)
             self._kernel.close()
             self._kernel = None
-            self._end_standby()
             return
         match packet:
             case messages.ForkSupervisor():
@@ -109,7 +82,7 @@ class ForkServer(Forker):
                 self._track(packet)
             case messages.ListProcesses():
                 tracking = [self._tracking_pid] if self._tracking_pid is not None else []
-                pids = [os.getpid(), *tracking, *self._preloader.pids, *self._standby_pids()]
+                pids = [os.getpid(), *tracking, *self._preloader.pids]
                 send_packet(self._kernel, messages.ProcessList(pids=pids))
 
     def _preload(self, names: list[str]) -> None:
@@ -129,27 +102,20 @@ class ForkServer(Forker):
         send_packet(self._kernel, messages.ModulesPreloaded())
 
     def _start_supervisor(self, message: messages.ForkSupervisor) -> None:
-        if not self._take_standby(message):
-            self._fork_supervisor(message.main, message)
-        close_all(message.descriptors.numbers())
-        if self._kernel is not None:
-            send_packet(self._kernel, messages.SupervisorForked())
-
-    def _fork_supervisor(
-        self, main: str, message: messages.ForkSupervisor | messages.StartStandby
-    ) -> int:
         ours, theirs = packet_pair()
 
         def child() -> None:
             # An open copy in the supervisor would hide the end of the fork server from it.
             ours.close()
-            resolve_name(main)(theirs, message)
+            resolve_name(message.main)(theirs, message)
 
         pid = self.fork(child, keep=[theirs.fileno(), *message.descriptors.numbers()])
         theirs.close()
         self._supervisors[pid] = Supervisor(ours)
         self.listen(ours, lambda: self._from_supervisor(pid))
-        return pid
+        close_all(message.descriptors.numbers())
+        if self._kernel is not None:
+            send_packet(self._kernel, messages.SupervisorForked())
 
     def _from_supervisor(self, supervisor: int) -> None:
         sock = self._supervisors[supervisor].socket
@@ -162,9 +128,6 @@ class ForkServer(Forker):
                 self._fork_agent(supervisor, packet)
             case messages.ImportModules():
                 self._preloader.request(packet.names, packet.environ)
-            case messages.StartStandby():
-                self._end_standby()
-                self._standby = Standby(packet, time.monotonic() + STANDBY_DELAY)
 
     def _read_last_requests(self, supervisor: int) -> None:
         """Read what a supervisor has sent just before its end.
@@ -183,9 +146,6 @@ class ForkServer(Forker):
                     close_all(packet.descriptors.numbers())
                 case messages.ImportModules():
                     self._preloader.request(packet.names, packet.environ)
-                case messages.StartStandby():
-                    self._end_standby()
-                    self._standby = Standby(packet, time.monotonic() + STANDBY_DELAY)
 
     def _fork_agent(self, supervisor: int, message: messages.ForkAgent) -> None:
         if message.patient and self._preloader.first_branch_is_starting(message.environment):
@@ -219,54 +179,6 @@ class ForkServer(Forker):
             self._tracking.close()
             self._tracking = None
 
-    # --- ranks that wait for the next run ---
-
-    def _start_standby(self) -> float | None:
-        """Start ranks in advance if it is time; return the seconds until then."""
-        standby = self._standby
-        if standby is None or standby.supervisor is not None or self._kernel is None:
-            return None
-        now, request = time.monotonic(), standby.request
-        if self._supervisors or self._preloader.importing:
-            standby.start_at = now + STANDBY_DELAY
-        if standby.start_at > now:
-            return standby.start_at - now
-        standby.state = self._preloader.state(request.environment)
-        standby.supervisor = self._fork_supervisor(STANDBY, request)
-        close_all(request.descriptors.numbers())
-        return None
-
-    def _take_standby(self, message: messages.ForkSupervisor) -> bool:
-        """Give a run to the ranks that wait, if they fit it; else end them."""
-        standby = self._standby
-        if standby is not None and standby.supervisor is not None:
-            request, sock = standby.request, self._supervisors[standby.supervisor].socket
-            imported = standby.state == self._preloader.state(request.environment)
-            if imported and request.shape == message.shape and send_packet(sock, message):
-                self._standby = None
-                return True
-        self._end_standby()
-        return False
-
-    def _end_standby(self) -> None:
-        standby, self._standby = self._standby, None
-        if standby is not None and standby.supervisor is not None:
-            supervisor = self._supervisors[standby.supervisor]
-            for agent in supervisor.agents:
-                kill_group(agent)
-            supervisor.dismissed = True
-            supervisor.socket.shutdown(socket.SHUT_RDWR)  # it exits then
-        elif standby is not None:
-            close_all(standby.request.descriptors.numbers())
-
-    def _standby_pids(self) -> list[int]:
-        """Return the processes that wait for the next run."""
-        if self._standby is None or self._standby.supervisor is None:
-            return []
-        families, pid = children(), self._standby.supervisor
-        agents = self._supervisors[pid].agents
-        return [pid, *agents, *(rank for agent in agents for rank in families.get(agent, ()))]
-
     # --- agents, of this process and of branches ---
 
     def fork_waiting(self) -> None:
@@ -280,7 +192,7 @@ class ForkServer(Forker):
         self._agent_forked(*self._tokens.pop(token), pid)
 
     def _agent_forked(self, supervisor: int, ticket: int, pid: int) -> None:
-        if supervisor not in self._supervisors or self._supervisors[supervisor].dismissed:
+        if supervisor not in self._supervisors:
             kill_group(pid)
             return
         self._agents[pid] = supervisor
@@ -305,8 +217,6 @@ class ForkServer(Forker):
         elif pid in self._supervisors:
             self._read_last_requests(pid)
             supervisor = self._supervisors.pop(pid)
-            if self._standby is not None and self._standby.supervisor == pid:
-                self._standby = None
             for agent in supervisor.agents:
                 kill_group(agent)
             self.forget(supervisor.socket)
@@ -319,8 +229,6 @@ class ForkServer(Forker):
         """Return the descriptors that children must not inherit."""
         tracking = [self._tracking.fileno()] if self._tracking is not None else []
         waiting = [fd for _, message in self._waiting for fd in message.descriptors.numbers()]
-        if self._standby is not None and self._standby.supervisor is None:
-            waiting += self._standby.request.descriptors.numbers()
         supervisors = [supervisor.socket.fileno() for supervisor in self._supervisors.values()]
         return [*supervisors, *tracking, *waiting, *self._preloader.descriptors]
 

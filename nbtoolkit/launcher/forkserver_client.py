@@ -108,7 +108,6 @@ class ForkServerClient:
         *,
         detached: bool,
         group: messages.GroupDescriptors | None = None,
-        shape: str = "",
     ) -> Connection:
         """Start a supervisor for a run, or a scheduler for a search.
 
@@ -119,7 +118,6 @@ class ForkServerClient:
             lock: the folder's lock.
             detached: True if it outlives this process.
             group: the supervisor's ends of the connections to processes that this one forked.
-            shape: of the run's ranks (a standby_shape); ranks that wait for it take the run.
 
         Returns:
             The connection to it.
@@ -136,9 +134,7 @@ class ForkServerClient:
                 lock=lock.fileno(),
                 group=group,
             )
-            message = messages.ForkSupervisor(
-                main=main, detached=detached, shape=shape, descriptors=descriptors
-            )
+            message = messages.ForkSupervisor(main=main, detached=detached, descriptors=descriptors)
             self._ask(message, messages.SupervisorForked)
         except BaseException:
             # A traceback that the notebook keeps would hold it open, and the supervisor would wait.

@@ -21,14 +21,9 @@ from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
 from nbtoolkit.environment.plan import Evidence, make_plan
-from nbtoolkit.environment.variables import (
-    RANK_MARK,
-    kernel_environment,
-    standby_seconds,
-    standby_shape,
-)
+from nbtoolkit.environment.variables import RANK_MARK, kernel_environment
 from nbtoolkit.errors import LaunchError, NestedLaunch
-from nbtoolkit.host import detect_host, in_kernel
+from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.forkserver_client import fork_server
 from nbtoolkit.launcher.measured import calibrate_long, measure_auto
 from nbtoolkit.launcher.preload import preload
@@ -90,13 +85,8 @@ def submit(
             request = replace(request, agent_pid=forked.pid)
         function, group = (None, forked.descriptors) if forked else (train, None)
         packed = pickle.dumps(request)
-        kernel = in_kernel(sys.modules)
-        waits = not detach and standby_seconds(request.job.config, in_kernel=kernel) > 0
-        shape = standby_shape(environment, request.job.plan) if waits else ""
         with pack_function(function, environment) as payload, pack_content(packed) as content:
-            line = server.run(
-                _OWNER, payload, content, run.lock, detached=detach, group=group, shape=shape
-            )
+            line = server.run(_OWNER, payload, content, run.lock, detached=detach, group=group)
         if detach:
             server.let_outlive(run.paths)
         tracked = partial(server.track, run.paths.folder) if tracking.on else None

@@ -201,7 +201,7 @@ class RunSupervisor:
         self._close(worker_group)
         if isinstance(ended, failures.Failure):
             ended = self._after_failure(worker_group, ended)
-        if worker_group.died_waiting() or self._again(ended):
+        if self._again(ended):
             self._follow(self._start())
             return False
         self.outcome = ended

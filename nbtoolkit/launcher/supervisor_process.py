@@ -1,7 +1,6 @@
-"""Run the process of a supervisor, with its event loop and its main functions.
+"""Run the process of a supervisor: its event loop, and its main function :func:`supervise`.
 
-The main functions are :func:`supervise`, for one run, and :func:`stand_by`, which starts ranks in
-advance. A scheduler's process (search/scheduler.py) has the same loop.
+A scheduler's process (search/scheduler.py) has the same loop.
 """
 
 from __future__ import annotations
@@ -9,26 +8,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import signal
 import socket
 import struct
-import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
 from nbtoolkit.environment.resources import START_TIME, STATE, process_fields
 from nbtoolkit.errors import LaunchError
-from nbtoolkit.launcher.health import START_SECONDS
-from nbtoolkit.launcher.supervisor import EXIT_SECONDS, RunSupervisor
-from nbtoolkit.launcher.worker_group import ForkServerGone, Spawner, WorkerGroup
+from nbtoolkit.launcher.supervisor import RunSupervisor
+from nbtoolkit.launcher.worker_group import ForkServerGone, Spawner
 from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths, folder_error
-from nbtoolkit.run.payload import JobSpec, RunRequest, unpack
+from nbtoolkit.run.payload import RunRequest, unpack
 from nbtoolkit.run.signals import ENDING, describe_signal
 from nbtoolkit.run.transport import Connection
 
@@ -138,27 +133,17 @@ _OF_THE_MACHINE = (
 )
 
 
-def supervise(
-    forkserver: socket.socket, message: messages.ForkSupervisor, standby: WorkerGroup | None = None
-) -> None:
+def supervise(forkserver: socket.socket, message: messages.ForkSupervisor) -> None:
     """Supervise one run to its end; the main function of a supervisor process.
 
     Args:
         forkserver: connection to the fork server.
         message: the request that this process was forked with.
-        standby: ranks that wait for the run; None starts new ones.
     """
     given = message.descriptors
     request = unpack(given.request, RunRequest)
-    job, shape = request.job, message.shape
-    with supervising(job.paths, forkserver, message) as (loop, spawner):
-        supervisor = RunSupervisor(request, spawner, forked=given.group)
-        if standby is not None:
-            spawner.adopt(standby)
-            standby.assign(job, given.payload)
-        _run(supervisor, loop, standby)
-    if shape and supervisor.status == "completed" and supervisor.plan == job.plan:
-        spawner.prepare_standby(job, shape)
+    with supervising(request.job.paths, forkserver, message) as (loop, spawner):
+        _run(RunSupervisor(request, spawner, forked=given.group), loop)
 
 
 @contextlib.contextmanager
@@ -189,10 +174,10 @@ def supervising(
         line.close()
 
 
-def _run(supervisor: RunSupervisor, loop: EventLoop, kept: WorkerGroup | None) -> None:
+def _run(supervisor: RunSupervisor, loop: EventLoop) -> None:
     """Run to the end, and record an end that the run itself cannot record."""
     try:
-        supervisor.begin(kept)
+        supervisor.begin()
         while not supervisor.poll():
             for request in _requests(supervisor, loop):
                 match request:
@@ -239,72 +224,3 @@ def _report_lost(line: Connection, error: LaunchError) -> None:
     line.send(
         messages.SupervisorLost(error=kind, what=error.what, allowed=error.allowed, do=error.do)
     )
-
-
-# --- ranks that wait for a run ---
-
-
-def stand_by(forkserver: socket.socket, request: messages.StartStandby) -> None:
-    """Start ranks, wait for a run, and supervise it; the main function of a supervisor process.
-
-    The ranks run in processes of their own, as those of any run do, and have joined their process
-    group, but no user code has run in them. Each group takes at most one run.
-
-    Args:
-        forkserver: connection to the fork server.
-        request: the request that this process was forked with.
-    """
-    given = request.descriptors
-    spawner = Spawner(forkserver, given.payload)
-    folder = Path(tempfile.mkdtemp(prefix="nbtoolkit-"))  # until they have joined their group
-    spec = replace(unpack(given.spec, JobSpec), paths=RunPaths(folder))
-    group = spawner.start(spec)
-    group.temporary = folder
-    try:
-        run = _wait_for_run(spawner, group, request.seconds)
-    except ForkServerGone:  # or it has ended this group
-        _wait_for_end(group)
-        group.close()
-        return
-    fits = run is not None and group.all_are("group") and group.alive()
-    if not fits:
-        spawner.dismiss(group)
-    if run is not None:
-        supervise(forkserver, run, group if fits else None)
-
-
-def _wait_for_run(
-    spawner: Spawner, group: WorkerGroup, seconds: float
-) -> messages.ForkSupervisor | None:
-    """Return the run that comes within ``seconds``, if any, when the group is formed.
-
-    It returns earlier if a rank ends.
-
-    Raises:
-        ForkServerGone: the group was killed.
-    """
-    run, started_at = None, time.monotonic()
-    while group.exited is None and not (run is not None and group.all_are("group")):
-        limit = seconds if group.all_are("group") else max(seconds, START_SECONDS)
-        if (left := started_at + limit - time.monotonic()) <= 0:
-            break
-        ready = wait([spawner.socket, *(line.socket for line in group.lines())], left)
-        for rank, message in group.receive():
-            group.note(rank, message)
-            if isinstance(message, messages.LastWord):
-                return run
-            if group.all_are("group"):
-                group.keep_log(RunPaths(group.temporary).agent_log)
-                shutil.rmtree(group.temporary, ignore_errors=True)
-        if spawner.socket in ready:
-            packet = spawner.receive()
-            run = packet if isinstance(packet, messages.ForkSupervisor) else run
-    return run
-
-
-def _wait_for_end(group: WorkerGroup) -> None:
-    """Wait for processes that are being killed: one that starts would make its folder again."""
-    limit = time.monotonic() + EXIT_SECONDS
-    while (lines := group.lines()) and time.monotonic() < limit:
-        wait([line.socket for line in lines], 0.1)
-        group.receive()

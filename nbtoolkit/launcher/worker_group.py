@@ -9,14 +9,12 @@ import shutil
 import signal
 import socket
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from nbtoolkit.environment.installed import environment_key
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.resources import exit_code, is_running
-from nbtoolkit.environment.variables import standby_seconds
 from nbtoolkit.run import messages
 from nbtoolkit.run.payload import JobSpec, PackedFunction, pack_content, unpack
 from nbtoolkit.run.transport import (
@@ -124,9 +122,7 @@ class WorkerGroup:
         pairs = zip(lines.connections, lines.telemetry, strict=True)
         self.ranks = [RankView(rank, line, quiet) for rank, (line, quiet) in enumerate(pairs)]
         self._lines = lines
-        self._foreign = self._waited = False
-        self._log: IO[bytes] | None = None
-        self._log_copy: Path | None = None
+        self._foreign = False
 
     @classmethod
     def adopt(
@@ -139,31 +135,14 @@ class WorkerGroup:
         lines.agent.send(messages.StartRanks(port=worker_group.port))
         return worker_group
 
-    def assign(self, spec: JobSpec, payload: int | None = None) -> None:
-        """Give ranks that wait their next job.
-
-        Args:
-            spec: the job.
-            payload: descriptor of its packed function, for ranks in standby; None if they have it.
-        """
+    def assign(self, spec: JobSpec) -> None:
+        """Give ranks that wait their next job."""
         self.started_at, self.stop_sent, self.released = time.monotonic(), False, False
-        if payload is not None:
-            self._waited, self._log_copy = True, spec.paths.agent_log
-            self._copy_log()
         with pack_content(pickle.dumps(spec)) as packed:
-            given = messages.JobDescriptors(spec=packed, payload=payload)
+            given = messages.JobDescriptors(spec=packed)
             for rank in self.ranks:
                 rank.renew()
                 send_packet(rank.quiet.socket, messages.JobAssigned(descriptors=given))
-
-    def keep_log(self, log: Path) -> None:
-        """Keep the agent's output, whose file is about to be removed, for a run in standby."""
-        self._log = log.open("rb")
-
-    def died_waiting(self) -> bool:
-        """True if ranks in standby have died before the function was called."""
-        phases = {phase for rank in self.ranks for phase in (rank.phase, rank.reached)}
-        return self._waited and "dead" in phases and "user" not in phases
 
     def ranks_ended(self) -> bool:
         """True if no rank runs any more, with what it does at its exit."""
@@ -268,19 +247,7 @@ class WorkerGroup:
     def close(self) -> None:
         """Close all connections (waiting ranks then exit), and remove the temporary folder."""
         self._lines.close()
-        self._copy_log()
-        if self._log is not None:
-            self._log.close()
-            self._log = None
         shutil.rmtree(self.temporary, ignore_errors=True)
-
-    def _copy_log(self) -> None:
-        """Write what the agent has printed so far to the folder of the run that it has."""
-        if self._log is not None and self._log_copy is not None:
-            self._log.seek(0)
-            with contextlib.suppress(OSError):  # a full disk: the run's own files report it
-                self._log_copy.parent.mkdir(parents=True, exist_ok=True)
-                self._log_copy.write_bytes(self._log.read())
 
 
 # --- starting it ---
@@ -303,8 +270,7 @@ class Spawner:
         self.socket, self._payload = forkserver, payload
         self.patient = False
         """Let agents wait for the first preload branch while it is being made."""
-        self._environment = unpack(payload, PackedFunction).environment
-        self._environ = dict(self._environment.environ)
+        self._environ = dict(unpack(payload, PackedFunction).environment.environ)
         self._key = environment_key(self._environ)
         self._worker_groups: dict[int, WorkerGroup] = {}
         self._ticket = 0
@@ -328,22 +294,6 @@ class Spawner:
             send_packet(self.socket, request)
         theirs.close()
         return worker_group
-
-    def prepare_standby(self, job: JobSpec, shape: str) -> None:
-        """Let the fork server start ranks that wait for a run like ``job``, with its environment.
-
-        The function of ``job``, and the arrays in it, are not kept.
-        """
-        packed = PackedFunction(function=b"", sources={}, environment=self._environment)
-        spec = pickle.dumps(replace(job, standby=True))
-        with pack_content(pickle.dumps(packed)) as payload, pack_content(spec) as content:
-            request = messages.StartStandby(
-                shape=shape,
-                environment=self._key,
-                seconds=standby_seconds(job.config),
-                descriptors=messages.StandbyDescriptors(payload=payload, spec=content),
-            )
-            send_packet(self.socket, request)
 
     def import_ahead(self, names: list[str]) -> None:
         """Let the fork server import modules for the next launch."""

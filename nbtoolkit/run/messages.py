@@ -294,18 +294,10 @@ class AgentDescriptors(Descriptors):
     group: GroupDescriptors
 
 
-class StandbyDescriptors(Descriptors):
-    """The packed environment of ranks that start in advance, and the packed JobSpec."""
-
-    payload: int
-    spec: int
-
-
 class JobDescriptors(Descriptors):
-    """The packed JobSpec; the packed function, unless the ranks have it."""
+    """The packed JobSpec."""
 
     spec: int
-    payload: int | None = None
 
 
 class SupervisorDescriptors(Descriptors):
@@ -338,31 +330,15 @@ class ServerReady(Message):
 
 
 class ForkSupervisor(Message):
-    """Fork a process that calls ``main`` ("module:function") with this message.
-
-    A group in standby of an equal, non-empty ``shape`` (a standby_shape) takes it instead.
-    """
+    """Fork a process that calls ``main`` ("module:function") with this message."""
 
     main: str
     detached: bool
-    shape: str
     descriptors: SupervisorDescriptors
 
 
 class SupervisorForked(Message):
     """The answer."""
-
-
-class StartStandby(Message):
-    """From a supervisor whose run ended well: start a group for the next run of this shape.
-
-    ``environment``: an environment_key; the group waits for ``seconds``.
-    """
-
-    shape: str
-    environment: str
-    seconds: float
-    descriptors: StandbyDescriptors
 
 
 class PreloadModules(Message):

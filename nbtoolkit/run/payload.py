@@ -79,7 +79,6 @@ class JobSpec:
         fold: the value of ``ctx.fold``.
         synchronous_reports: whether every report waits for an answer.
         reuse_workers: whether the ranks run another job afterwards.
-        standby: whether the ranks wait for the actual job, which comes with its function.
     """
 
     paths: RunPaths
@@ -90,7 +89,6 @@ class JobSpec:
     fold: Fold | None = None
     synchronous_reports: bool = False
     reuse_workers: bool = False
-    standby: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ import builtins
 import contextlib
 import faulthandler
 import gc
-import importlib
 import multiprocessing.util
 import os
 import random
@@ -34,7 +33,7 @@ from nbtoolkit.run import messages
 from nbtoolkit.run.events import returned_numbers
 from nbtoolkit.run.output import error_lines
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
-from nbtoolkit.run.payload import JobSpec, PackedFunction, load_function, unload_function, unpack
+from nbtoolkit.run.payload import JobSpec, unload_function, unpack
 from nbtoolkit.run.serialization import add_note, pack_error, pack_value
 from nbtoolkit.run.signals import ignore_warning_signals
 from nbtoolkit.run.transport import Connection, receive_packet
@@ -89,7 +88,7 @@ def run_rank(job: RankJob) -> None:
         return
     _keep_group()
     channel.send(messages.PhaseReached(phase="group"))
-    current = _next_job(job, telemetry, rank) if job.spec.standby else job
+    current: RankJob | None = job
     state = ProcessState() if job.spec.reuse_workers else None
     while current is not None:
         spec = current.spec
@@ -138,22 +137,13 @@ def _run_job(job: RankJob, rank: int, channel: SupervisorChannel) -> None:
 
 
 def _next_job(job: RankJob, telemetry: Connection, rank: int) -> RankJob | None:
-    """Wait for the next job of a group that has run ``job`` or started in advance; None: none."""
+    """Wait for the next job of a group that has run ``job``; None: none."""
     message = receive_packet(telemetry.socket)
     if not isinstance(message, messages.JobAssigned):
         return None
     given = message.descriptors
     job = replace(job, spec=unpack(given.spec, JobSpec))
     os.close(given.spec)
-    if (payload := given.payload) is not None:
-        packed = unpack(payload, PackedFunction)
-
-        def load() -> Callable[..., Any]:
-            os.chdir(packed.environment.cwd)  # it may have been removed and made again
-            importlib.invalidate_caches()
-            return load_function(payload, packed)
-
-        job = replace(job, load=load)
     os.environ[RANK_MARK] = str(job.spec.paths.folder)
     _redirect_output(job.spec.paths, rank)
     return job

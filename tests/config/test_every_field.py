@@ -180,8 +180,6 @@ ON_RANKS = {
     "distributed.sync_batchnorm": (False, True),
     "runtime.compare_ranks": (True, False),
 }
-# tests/launcher/test_standby.py shows its effect.
-PROVEN.append("runtime.standby_seconds")
 # tests/training/test_strategies.py shows its effect.
 PROVEN.append("distributed.local_sgd_steps")
 PROVEN.extend([*ON_RANKS, "distributed.compression", "distributed.powersgd_rank"])

@@ -106,7 +106,7 @@ def test_log_lines_go_where_the_kernels_basic_config_writes_them(
     logging.getLogger("mine").setLevel("DEBUG")
     logging.getLogger("mine").propagate = True
     """).ok()
-    for _ in range(2):  # ranks that wait for the second launch add no handler twice
+    for _ in range(2):  # the second launch adds no handler twice
         cell = kernel.run("r = run(writes, display='text'); print(r.paths.log(1).read_text())").ok()
         for rank in range(2):
             for name in ("root", "mine", "__main__"):
