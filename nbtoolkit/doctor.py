@@ -11,7 +11,6 @@ from pathlib import Path
 
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.environment.deadline import session_age, span, time_limit
-from nbtoolkit.environment.fork_diagnosis import ProbeResult, find_cause, probe_fork
 from nbtoolkit.environment.hardware import Hardware, detect_hardware
 from nbtoolkit.environment.installed import installed_version, package_folder
 from nbtoolkit.environment.launch_plan import LaunchPlan
@@ -40,10 +39,6 @@ class DoctorReport:
     versions: dict[str, str]
     problems: tuple[str, ...]
     """Known-bad combinations of installed libraries."""
-    fork: ProbeResult
-    """Whether ``start="fork"`` would work in this process."""
-    cause: str
-    """Which import or cell made this process not fork-safe; empty if it is fork-safe."""
 
     @property
     def ok(self) -> bool:
@@ -61,18 +56,11 @@ class DoctorReport:
             self._plan(),
             f"versions  {names}",
             *(f"problem   {problem}" for problem in self.problems),
-            f"fork-safe {self._fork()}",
         ]
         return "\n".join(parts)
 
     def _plan(self) -> str:
         return f"refused: {self.refusal}" if self.plan is None else self.plan.explain()
-
-    def _fork(self) -> str:
-        if self.fork.ok:
-            return f"yes: {self.fork.reason}"
-        cause = f"; {self.cause}" if self.cause else ""
-        return f'no: {self.fork.reason}{cause} (this affects only nb.launch(..., start="fork"))'
 
     def __str__(self) -> str:
         return self.explain()
@@ -84,7 +72,6 @@ class DoctorReport:
             ("room", self.room),
             ("hardware", self.hardware.explain()),
             ("plan", self._plan()),
-            ("fork-safe", self._fork()),
             *self.versions.items(),
         ]
         return html_table("nbtoolkit doctor", rows, self.problems)
@@ -92,11 +79,6 @@ class DoctorReport:
 
 def doctor() -> DoctorReport:
     """Examine the host, the hardware, the libraries and this process, and change nothing.
-
-    It also tests whether this process is fork-safe: it forks a child process, which computes in
-    several threads and allocates memory on a GPU, if there is one. If the child fails, the function
-    searches for the package that makes forks fail, by importing the packages of this process in new
-    interpreters. This search takes up to three minutes.
 
     Returns:
         The report. ``print`` it, or let a cell display it.
@@ -108,8 +90,6 @@ def doctor() -> DoctorReport:
         plan = make_plan(load_config(), host, hardware)
     except NbtoolkitError as error:
         refusal = str(error)
-    device = bool(hardware.usable)
-    fork = probe_fork(device=device)
     return DoctorReport(
         host=host,
         hardware=hardware,
@@ -119,8 +99,6 @@ def doctor() -> DoctorReport:
         refusal=refusal,
         versions=versions(),
         problems=(*known_bad(), *held_gpus(sys.modules, _open_files())),
-        fork=fork,
-        cause="" if fork.ok else find_cause(device=device),
     )
 
 

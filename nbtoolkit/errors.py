@@ -11,7 +11,6 @@ The subclasses stand below their base class::
     ├── PlanError              the configuration is not possible on this machine
     ├── LaunchError            a run or search cannot start, has no result, or lost its supervisor
     │   ├── CannotPickle       an object that the function uses or returns cannot be pickled
-    │   ├── ForkRefused        start="fork" in a process that is not fork-safe (names the reason)
     │   ├── NestedLaunch       nb.launch was called inside a rank
     │   ├── DeadlinePassed     the notebook's deadline leaves no time for the call
     │   ├── GroupStartFailed   the ranks cannot form a process group
@@ -129,10 +128,6 @@ class LaunchError(NbtoolkitError):
 
 class CannotPickle(LaunchError):
     """An object that the training function uses or returns cannot be pickled."""
-
-
-class ForkRefused(LaunchError):
-    """A launch asked for ``start="fork"`` in a process that is not fork-safe."""
 
 
 class NestedLaunch(LaunchError):

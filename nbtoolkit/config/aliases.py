@@ -192,7 +192,7 @@ _REFUSALS = (
     (
         "launch_method",
         "is an argument of the call",
-        'nb.launch(..., start="forkserver" | "fork" | "inline")',
+        'nb.launch(..., start="forkserver" | "inline")',
     ),
     (
         "output_device dim",

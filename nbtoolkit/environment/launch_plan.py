@@ -68,7 +68,7 @@ def split_batch(batch_size: int, *, processes: int, accumulate: int) -> BatchSpl
 PLAN_VARIABLE = "NBTOOLKIT_PLAN"
 """See :meth:`LaunchPlan.to_env_dict`."""
 
-Start = Literal["forkserver", "fork", "inline"]
+Start = Literal["forkserver", "inline"]
 Precision = Literal["fp32", "fp16", "bf16"]
 Strategy = Literal[
     "single", "ddp", "fsdp", "deepspeed", "local_sgd", "pipeline", "dp", "tensorflow"

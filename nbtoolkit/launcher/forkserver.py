@@ -242,7 +242,7 @@ def main(kernel_fd: int, tracking: bool) -> None:
             torch.
     """
     # Python 3.12 warns about a fork in a process with threads. NumPy's idle BLAS threads are
-    # harmless (see fork_diagnosis.py).
+    # harmless (see fork_probe.py).
     warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
     # A cluster's warning is for the kernel and the supervisors, with which this process ends.
     ignore_warning_signals()

@@ -107,7 +107,6 @@ class ForkServerClient:
         lock: RunLock,
         *,
         detached: bool,
-        group: messages.GroupDescriptors | None = None,
     ) -> Connection:
         """Start a supervisor for a run, or a scheduler for a search.
 
@@ -117,7 +116,6 @@ class ForkServerClient:
             request: descriptor of the packed request.
             lock: the folder's lock.
             detached: True if it outlives this process.
-            group: the supervisor's ends of the connections to processes that this one forked.
 
         Returns:
             The connection to it.
@@ -132,7 +130,6 @@ class ForkServerClient:
                 request=request,
                 connection=theirs.fileno(),
                 lock=lock.fileno(),
-                group=group,
             )
             message = messages.ForkSupervisor(main=main, detached=detached, descriptors=descriptors)
             self._ask(message, messages.SupervisorForked)

@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,6 @@ from nbtoolkit.environment.variables import (
     without_stale,
 )
 from nbtoolkit.errors import GroupStartFailed, RunStopped, TrackingError
-from nbtoolkit.launcher.agent import accelerate_states
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.run_result import RunResult, refuse_deleted
 from nbtoolkit.launcher.same_code import check_same_code
@@ -265,16 +265,23 @@ def own_accelerate_state() -> Iterator[None]:
     accelerate keeps one state per process and refuses a second ``Accelerator`` with other settings:
     a run with another precision, or after an ``Accelerator`` of a cell, would fail.
     """
-    before = [(state, dict(state)) for state in accelerate_states()]
+    before = [(state, dict(state)) for state in _accelerate_states()]
     for state, _ in before:
         state.clear()
     try:
         yield
     finally:
-        for state in accelerate_states():
+        for state in _accelerate_states():
             state.clear()
         for state, content in before:
             state.update(content)
+
+
+def _accelerate_states() -> list[dict[str, Any]]:
+    """Return what accelerate keeps for this process; empty if it is not imported."""
+    module = sys.modules.get("accelerate.state")
+    names = ("PartialState", "AcceleratorState", "GradientState")
+    return [getattr(module, name)._shared_state for name in names] if module is not None else []
 
 
 # --- a rank of torchrun or Slurm ---

@@ -26,7 +26,6 @@ from nbtoolkit.errors import LaunchError, NestedLaunch
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.forkserver_client import fork_server
 from nbtoolkit.launcher.measured import calibrate_long, measure_auto
-from nbtoolkit.launcher.preload import preload
 from nbtoolkit.launcher.remote import submit_to_cluster
 from nbtoolkit.launcher.run_handle import RunHandle, StartedRun
 from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline, say_speed
@@ -37,11 +36,9 @@ from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.payload import JobSpec, RunRequest, pack_content, pack_function
 from nbtoolkit.run.remote_job import CLUSTERS
 from nbtoolkit.run.resume import ChosenRun, choose_run, roll_back, write_header
-from nbtoolkit.run.signals import without_interrupts
 from nbtoolkit.run.transport import Connection
 
 if TYPE_CHECKING:
-    from nbtoolkit.launcher.agent import ForkedAgent
     from nbtoolkit.worker.context import RunContext
 
 
@@ -60,12 +57,10 @@ def submit(
 
     Raises:
         CannotPickle: the function captured something that cannot be pickled.
-        ForkRefused: ``start="fork"``, and this process is not fork-safe.
         LaunchError: the fork server did not start.
     """
     from nbtoolkit.tracking.tracker import choose_tracking
 
-    forked: ForkedAgent | None = None
     line: Connection | None = None
     try:
         tracking = choose_tracking(request.job.config.to_dict()["tracking"])
@@ -74,27 +69,15 @@ def submit(
         )  # first: it imports torch while the function is packed
         notes = (*request.notes, *(("warning", note) for note in tracking.notes))
         request, environment = replace(request, notes=notes), kernel_environment()
-        if request.job.plan.start == "fork":
-            # Else the probe, the agent and each later launch would import for 2 s. A torch that was
-            # interrupted during its import cannot be imported again.
-            with without_interrupts():
-                preload()
-            from nbtoolkit.launcher.agent import ForkedAgent
-
-            forked = ForkedAgent(train, request.job, environment)
-            request = replace(request, agent_pid=forked.pid)
-        function, group = (None, forked.descriptors) if forked else (train, None)
         packed = pickle.dumps(request)
-        with pack_function(function, environment) as payload, pack_content(packed) as content:
-            line = server.run(_OWNER, payload, content, run.lock, detached=detach, group=group)
+        with pack_function(train, environment) as payload, pack_content(packed) as content:
+            line = server.run(_OWNER, payload, content, run.lock, detached=detach)
         if detach:
             server.let_outlive(run.paths)
         tracked = partial(server.track, run.paths.folder) if tracking.on else None
         if tracked is not None:
             tracked()
     except BaseException as error:
-        if forked is not None:
-            forked.kill()
         if line is not None:
             line.close()  # the run ends: a traceback that the notebook keeps would hold it open
         if isinstance(
@@ -102,17 +85,14 @@ def submit(
         ):  # it did not start; an interrupt may have come when it had
             roll_back(run)
         raise
-    finally:
-        if forked is not None:
-            forked.close()
-    return StartedRun(line=line, tracked=tracked, forked=forked, detached=detach)
+    return StartedRun(line=line, tracked=tracked, detached=detach)
 
 
 # --- arguments ---
 
 
 CHOICES = {
-    "start": ("forkserver", "fork", "inline"),
+    "start": ("forkserver", "inline"),
     "where": ("local", *CLUSTERS),
     "display": ("auto", "widgets", "text", "off"),
 }
@@ -251,7 +231,7 @@ def _check(argument: str, value: object, good: bool, allowed: str) -> None:
 # --- launch ---
 
 
-Start = Literal["forkserver", "fork", "inline"]
+Start = Literal["forkserver", "inline"]
 Where = Literal["local", "slurm", "ray"]
 Train = Callable[[Config, "RunContext"], Any]
 
@@ -312,9 +292,8 @@ def launch(
         config: a Config, a path to a YAML file, or a dict; None: the defaults.
         processes: the number of ranks; replaces ``distributed.world_size``. More than one rank is
             possible on the CPU, too.
-        start: how the ranks start. ``"forkserver"``: a clean process forks them. ``"fork"``: this
-            process forks them, for functions that cannot be pickled; refused if that is not safe.
-            ``"inline"``: this process is the only rank, so that breakpoints work.
+        start: how the ranks start. ``"forkserver"``: a clean process forks them. ``"inline"``: this
+            process is the only rank, so that breakpoints work.
         where: ``"local"``: on this machine. ``"slurm"`` or ``"ray"``: in a cluster job, which
             outlives this process and has the settings of ``cluster`` (see docs/cluster.md).
         name: a part of the run's id; default: the function's name.

@@ -3,7 +3,7 @@
 A branch is a copy of the fork server with more modules imported. While a rank imports, for example,
 transformers, a branch imports it too, and the next launch forks its ranks from that branch. Each
 branch is forked from the previous one. A branch ends if its imports start a thread or leave a
-process that is not fork-safe (see fork_diagnosis.py); the ranks then import these modules
+process that is not fork-safe (see fork_probe.py); the ranks then import these modules
 themselves.
 
 A branch imports nothing from the working directory or an editable install, because changed files
@@ -24,8 +24,8 @@ import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from nbtoolkit.environment.fork_diagnosis import probe_fork
 from nbtoolkit.environment.installed import environment_key, installed_roots
+from nbtoolkit.launcher.fork_probe import probe_fork
 from nbtoolkit.run import messages
 from nbtoolkit.run.transport import packet_pair, receive_packet, send_packet
 from nbtoolkit.worker.forking import Forker, close_all, die_with_parent, kill_group
@@ -316,7 +316,7 @@ def _become_branch(forkserver: socket.socket, names: list[str]) -> None:
     from nbtoolkit.environment.hardware import detect_hardware
 
     device = bool(detect_hardware().usable)
-    if threading.active_count() > 1 or not probe_fork(device=device).ok:
+    if threading.active_count() > 1 or not probe_fork(device=device):
         os._exit(3)
     gc.freeze()
     gc.enable()

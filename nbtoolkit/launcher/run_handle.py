@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbtoolkit.environment.resources import Activity, wait_while_active
 from nbtoolkit.errors import LaunchError, RunFolderError
@@ -28,9 +28,6 @@ from nbtoolkit.run.signals import (
 )
 from nbtoolkit.run.transport import Connection
 
-if TYPE_CHECKING:
-    from nbtoolkit.launcher.agent import ForkedAgent
-
 # Seconds that the ranks get to reach a report after the first interrupt.
 INTERRUPT_GRACE = 5.0
 # Seconds that a launch waits for tracking to catch up: a new folder takes 2 s, on a loaded machine
@@ -48,13 +45,11 @@ class StartedRun:
         line: the connection to its supervisor.
         tracked: makes the tracking service read its events now, and returns the fork server's pid;
             None if it is not tracked.
-        forked: the agent, if this process forked it and has to reap it.
         detached: True if it outlives this process.
     """
 
     line: Connection
     tracked: Callable[[], int] | None = None
-    forked: ForkedAgent | None = None
     detached: bool = False
 
 
@@ -287,8 +282,6 @@ class RunHandle:
         if self._started is None:
             return
         self._started.line.close()
-        if self._started.forked is not None:
-            self._started.forked.kill()  # in case its supervisor died before it could end it
         if self._started.tracked is not None and self._ended is not None:
             pid = self._started.tracked()  # else the service waits until its next poll
             wait_for_tracking(self.paths, pid, self._say)

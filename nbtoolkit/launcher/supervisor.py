@@ -59,7 +59,6 @@ class RunSupervisor:
     Args:
         request: the run.
         spawner: starts worker groups.
-        forked: connections of an agent that the kernel forked itself; None otherwise.
         listener: the search it belongs to; None for none.
         durable: see :class:`RunRecord`.
 
@@ -75,12 +74,11 @@ class RunSupervisor:
         request: RunRequest,
         spawner: Spawner,
         *,
-        forked: messages.GroupDescriptors | None = None,
         listener: JobListener | None = None,
         durable: bool = True,
     ) -> None:
         self._request, self._spawner = request, spawner
-        self._forked, self._listener = forked, listener
+        self._listener = listener
         self.paths = request.job.paths
         self.plan: LaunchPlan = request.job.plan
         self.record = RunRecord(self.paths, deadline=request.job.deadline, durable=durable)
@@ -178,12 +176,7 @@ class RunSupervisor:
         self._health = HealthMonitor(worker_group, self.record, self._request.job.config)
 
     def _start(self) -> WorkerGroup:
-        spec = replace(self._request.job, plan=self.plan)
-        if self._forked is None:
-            return self._spawner.start(spec)
-        worker_group = WorkerGroup.adopt(spec, self._forked, self._request.agent_pid)
-        self._spawner.adopt(worker_group)
-        return worker_group
+        return self._spawner.start(replace(self._request.job, plan=self.plan))
 
     def _exit(self, worker_group: WorkerGroup, ended: Any, limit: float) -> bool:
         """Wait for the processes to exit; then start another group, or record the end."""
@@ -219,7 +212,7 @@ class RunSupervisor:
         known = failure.rank is not None
         if not known or not failures.ran_out_of_memory(failure.error, self._memory_kills):
             return failure
-        may_restart = self._forked is None and self.record.leaving is None
+        may_restart = self.record.leaving is None
         in_loop = worker_group.ranks[failure.rank or 0].accumulates
         config = self._request.job.config
         return failures.after_out_of_memory(
@@ -228,8 +221,6 @@ class RunSupervisor:
 
     def _again(self, ended: Any) -> bool:
         """Return True if another attempt may help where the ranks failed; plan it."""
-        if self._forked is not None:
-            return False
         if isinstance(ended, LateGroup) and not self._was_late:
             self._was_late = True
             self.record.note(f"{ended.reason}: trying again", level="warning")

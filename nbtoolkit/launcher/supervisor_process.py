@@ -140,10 +140,9 @@ def supervise(forkserver: socket.socket, message: messages.ForkSupervisor) -> No
         forkserver: connection to the fork server.
         message: the request that this process was forked with.
     """
-    given = message.descriptors
-    request = unpack(given.request, RunRequest)
+    request = unpack(message.descriptors.request, RunRequest)
     with supervising(request.job.paths, forkserver, message) as (loop, spawner):
-        _run(RunSupervisor(request, spawner, forked=given.group), loop)
+        _run(RunSupervisor(request, spawner), loop)
 
 
 @contextlib.contextmanager

@@ -122,18 +122,6 @@ class WorkerGroup:
         pairs = zip(lines.connections, lines.telemetry, strict=True)
         self.ranks = [RankView(rank, line, quiet) for rank, (line, quiet) in enumerate(pairs)]
         self._lines = lines
-        self._foreign = False
-
-    @classmethod
-    def adopt(
-        cls, spec: JobSpec, group: messages.GroupDescriptors, agent_pid: int | None
-    ) -> WorkerGroup:
-        """Take over an agent that the kernel forked (``start="fork"``), and start it."""
-        lines = GroupConnections.from_descriptors(group)
-        worker_group = cls(spec.plan, lines, spec.paths.elastic)
-        worker_group.agent_pid, worker_group._foreign = agent_pid, True
-        lines.agent.send(messages.StartRanks(port=worker_group.port))
-        return worker_group
 
     def assign(self, spec: JobSpec) -> None:
         """Give ranks that wait their next job."""
@@ -203,9 +191,6 @@ class WorkerGroup:
 
     def find_dead(self) -> list[RankView]:
         """Return ranks whose process ended without a final message; set known exit codes."""
-        agent = self.agent_pid if self._foreign and self.exited is None else None
-        if agent is not None and not is_running(agent):
-            self.exited = exit_code(agent) or 0
         codes = (
             self.agent_result.codes if isinstance(self.agent_result, messages.RanksExited) else {}
         )
@@ -279,11 +264,13 @@ class Spawner:
         """Start a worker group for a job."""
         mine, theirs = GroupConnections.pair(spec.plan.processes)
         worker_group = WorkerGroup(spec.plan, mine, spec.paths.elastic)
+        self._ticket += 1
+        self._worker_groups[self._ticket] = worker_group
         group = theirs.descriptors
         # Plain values; in a fresh process cloudpickle takes 5 ms longer.
         with pack_content(pickle.dumps(spec)) as packed:
             request = messages.ForkAgent(
-                ticket=self.adopt(worker_group),
+                ticket=self._ticket,
                 port=worker_group.port,
                 environment=self._key,
                 patient=self.patient,
@@ -299,12 +286,6 @@ class Spawner:
         """Let the fork server import modules for the next launch."""
         request = messages.ImportModules(names=names, environ=self._environ)
         send_enclosed(self.socket, request)
-
-    def adopt(self, worker_group: WorkerGroup) -> int:
-        """Follow a worker group's agent; return the ticket for requests about it."""
-        self._ticket += 1
-        self._worker_groups[self._ticket] = worker_group
-        return self._ticket
 
     def receive(self) -> messages.Message | None:
         """Handle one message about an agent; return any other.

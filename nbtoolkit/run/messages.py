@@ -207,12 +207,6 @@ class CallRefused(Message):
 Reply = Answer | CallRefused
 
 
-class StartRanks(Message):
-    """To an agent that the kernel has forked: the port of the ranks' rendezvous."""
-
-    port: int
-
-
 class RanksExited(Message):
     """From the agent: the launcher has returned; exit codes of the failed ranks, by rank."""
 
@@ -301,13 +295,12 @@ class JobDescriptors(Descriptors):
 
 
 class SupervisorDescriptors(Descriptors):
-    """Packed function and request, connection to the kernel, lock; the group the kernel forked."""
+    """Packed function and request, connection to the kernel, and the folder's lock."""
 
     payload: int
     request: int
     connection: int
     lock: int
-    group: GroupDescriptors | None = None
 
 
 class FileDescriptor(Descriptors):

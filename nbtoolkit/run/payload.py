@@ -102,7 +102,6 @@ class RunRequest:
         header: its first event.
         notes: for the user, at the start.
         speed: how fast each strategy was when it was measured, to make another plan.
-        agent_pid: the agent, if the kernel has forked it.
     """
 
     job: JobSpec
@@ -111,7 +110,6 @@ class RunRequest:
     header: RunStarted
     notes: tuple[Note, ...] = ()
     speed: MeasuredSpeed | None = None
-    agent_pid: int | None = None
 
 
 class PayloadWriter:
@@ -252,13 +250,11 @@ def _memory_order(array: NDArray[Any]) -> Literal["C", "F"]:
 
 
 @contextlib.contextmanager
-def pack_function(
-    function: Callable[..., Any] | None, environment: KernelEnvironment
-) -> Iterator[int]:
+def pack_function(function: Callable[..., Any], environment: KernelEnvironment) -> Iterator[int]:
     """Pickle ``function`` and ``environment`` into a sealed memfd, open until the block ends.
 
     Args:
-        function: the training function; None if the ranks are forked from this process and have it.
+        function: the training function.
         environment: the environment that the ranks reproduce.
 
     Raises:
@@ -275,7 +271,6 @@ def pack_function(
         except CannotPickle:
             raise
         except Exception as error:
-            assert function is not None
             raise _cannot_pickle(function, error) from error
         _warn_of_replaced(pickler.modules)
         packed = PackedFunction(
@@ -425,7 +420,7 @@ def _cannot_pickle(function: Callable[..., Any], error: Exception) -> CannotPick
     return CannotPickle(
         what,
         allowed="functions, classes, arrays, CPU tensors and other picklable objects",
-        do='create it inside the function, or use start="fork" (nb.doctor() says whether it works)',
+        do='create it inside the function, or use start="inline"',
     )
 
 

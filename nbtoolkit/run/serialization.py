@@ -29,7 +29,7 @@ class _ValuePickler(cloudpickle.Pickler):
     """cloudpickle with device tensors moved to the CPU: the kernel must not touch a device."""
 
     def reducer_override(self, obj: object) -> object:
-        # Pickled by name: with start="fork" the kernel has the very same class.
+        # Pickled by name: with start="inline" it is the kernel's own class.
         if isinstance(obj, (type, types.FunctionType)) and in_main(obj) and not came_from_payload():
             return NotImplemented
         if "torch" in sys.modules:

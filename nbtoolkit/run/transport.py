@@ -133,15 +133,6 @@ class GroupConnections:
         )
         return ours, theirs
 
-    @classmethod
-    def from_descriptors(cls, fds: messages.GroupDescriptors) -> GroupConnections:
-        """The connections with these descriptors."""
-        return cls(
-            agent=Connection(socket.socket(fileno=fds.agent)),
-            connections=[Connection(socket.socket(fileno=fd)) for fd in fds.connections],
-            telemetry=[Connection(socket.socket(fileno=fd)) for fd in fds.telemetry],
-        )
-
     @property
     def descriptors(self) -> messages.GroupDescriptors:
         """Their descriptors."""

@@ -324,7 +324,6 @@ def _redirect_output(paths: RunPaths, rank: int) -> None:
 
 def text_mode() -> None:
     """Replace a notebook's widgets by text: tqdm writes lines, ``display()`` prints."""
-    _disable_widgets()
     if not hasattr(builtins, "display"):
         setattr(builtins, "display", _display)  # noqa: B010  (IPython adds it for cells)
     notebook_bars = types.ModuleType(
@@ -332,20 +331,6 @@ def text_mode() -> None:
     )
     setattr(notebook_bars, "__getattr__", _text_bar)  # noqa: B010
     sys.modules["tqdm.notebook"] = notebook_bars
-
-
-def _disable_widgets() -> None:
-    """In a rank forked from a notebook, replace what would send messages to the front end."""
-    shells = sys.modules.get("IPython.core.interactiveshell")
-    if shells is not None and shells.InteractiveShell.initialized():
-        # display() prints where there is no shell.
-        type(shells.InteractiveShell.instance()).clear_instance()
-    bars = sys.modules.get("tqdm.notebook")
-    widget_bar = getattr(bars, "tqdm_notebook", None)
-    # tqdm.auto's class derives from it. Without its own methods it is the text bar.
-    if isinstance(widget_bar, type):
-        for name in {*vars(widget_bar)} - {"__module__", "__doc__"}:
-            delattr(widget_bar, name)
 
 
 def _text_bar(name: str) -> object:

@@ -518,7 +518,7 @@ def check_pure_frozen_and_plain(
     assert copy.deepcopy(plan) == plan
     assert LaunchPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     assert hash(plan) == hash(pickle.loads(pickle.dumps(plan)))
-    assert replace(plan, start="fork").start == "fork"
+    assert replace(plan, start="inline").start == "inline"
     with pytest.raises(AttributeError):
         plan.processes = 3  # type: ignore[misc]
     with pytest.raises(TypeError):

@@ -330,21 +330,19 @@ def test_fit_saves_inside_an_epoch_and_goes_on_there_on_another_number_of_ranks(
 LAUNCHES = """
 import signal
 result = nb.launch(
-    functions.reports_until_stopped, {{"runtime.output_dir": "out", "tracking.mlflow": False}},
-    processes=2, start="{start}", resume="never", display="off",
+    functions.reports_until_stopped, {"runtime.output_dir": "out", "tracking.mlflow": False},
+    processes=2, resume="never", display="off",
 )
 print(result.status, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 """
 
 
 @pytest.mark.parametrize(
-    ("start", "number"),
-    [("forkserver", "SIGTERM"), pytest.param("fork", "SIGUSR1", marks=pytest.mark.long)],
+    "number",
+    ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.long)],
 )
-def test_a_signal_to_a_script_ends_its_run_with_all_saved(
-    tmp_path: Path, start: str, number: str
-) -> None:
-    with script(LAUNCHES.format(start=start), tmp_path) as kernel:
+def test_a_signal_to_a_script_ends_its_run_with_all_saved(tmp_path: Path, number: str) -> None:
+    with script(LAUNCHES, tmp_path) as kernel:
         ranks_up(run_folder(tmp_path / "out"))
         until(lambda: catches(kernel.pid, getattr(signal, number)), "the wait for the run")
         os.kill(kernel.pid, getattr(signal, number))
@@ -352,7 +350,7 @@ def test_a_signal_to_a_script_ends_its_run_with_all_saved(
 
 
 def test_a_scheduler_s_warning_to_every_process_of_a_job_ends_its_run(tmp_path: Path) -> None:
-    with script(LAUNCHES.format(start="forkserver"), tmp_path) as kernel:
+    with script(LAUNCHES, tmp_path) as kernel:
         ranks_up(run_folder(tmp_path / "out"))
         until(lambda: catches(kernel.pid, signal.SIGUSR1), "the wait for the run")
         for pid in (kernel.pid, *descendants(kernel.pid)):

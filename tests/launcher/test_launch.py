@@ -82,10 +82,9 @@ def test_one_then_two_then_one_process_each_as_planned(config: nb.Config) -> Non
 
 
 def test_every_start_gives_the_same_result(config: nb.Config, tmp_path: Path) -> None:
-    """In a fresh process, since start="fork" is for kernels that have not computed yet."""
     code = f"""
     config = nb.load_config("{tmp_path}/config.json", env=None)
-    for start in ("forkserver", "fork", "inline"):
+    for start in ("forkserver", "inline"):
         for train in (functions.reports, functions.draws):
             result = nb.launch(
                 train, config, processes=1, start=start, display="off", resume="never"
@@ -113,7 +112,7 @@ def test_every_start_gives_the_same_result(config: nb.Config, tmp_path: Path) ->
         f"completed [{drawn}] {{}} None",
         f"1 {files}",
     ]
-    assert [line.replace("'owner.json', ", "") for line in lines] == 3 * of_one_start
+    assert [line.replace("'owner.json', ", "") for line in lines] == 2 * of_one_start
 
 
 def test_inline_is_one_process(config: nb.Config) -> None:

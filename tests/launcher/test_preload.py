@@ -6,12 +6,10 @@ import importlib.util
 import os
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
-import psutil
 import pytest
-from kernels import all_gone, script, until
+from kernels import script
 from preloading import SMALL, UNSAFE, launch_until, tell_and_import
 
 import nbtoolkit as nb
@@ -95,25 +93,6 @@ def test_a_module_that_breaks_forks_is_left_to_the_ranks(tmp_path: Path) -> None
     with script(BREAKS_FORKS, tmp_path, **user) as kernel:
         out, err = kernel.end(240)
     assert (kernel.process.returncode, out) == (0, "left to the ranks\n"), err
-
-
-PROBES = """
-import torch
-from nbtoolkit.environment.fork_diagnosis import probe_fork
-torch.set_num_threads(2)
-(torch.ones(900, 900) @ torch.ones(900, 900)).exp()
-probe_fork(device=False, seconds=600)
-"""
-
-
-def test_a_hung_probe_ends_with_the_process_that_probes(tmp_path: Path) -> None:
-    with script(PROBES, tmp_path) as kernel:
-        process = psutil.Process(kernel.process.pid)
-        [child] = until(process.children, "the probe's child")
-        time.sleep(1)  # it hangs: its parent has used OpenMP
-        assert child.is_running()
-        kernel.kill()
-        all_gone({child.pid}, 30)
 
 
 def test_modules_of_the_working_directory_are_never_imported_ahead(
