@@ -217,17 +217,6 @@ class LaunchPlan:
         return html_table("launch plan", rows, self.reasons)
 
 
-def same_ranks(plan: LaunchPlan, other: LaunchPlan) -> bool:
-    """Return whether ranks that were started for one plan can run the other."""
-    return fixed_by_ranks(plan) == fixed_by_ranks(other)
-
-
-def fixed_by_ranks(plan: LaunchPlan) -> tuple[object, ...]:
-    """Return what ranks take from a plan when they start, and cannot change later."""
-    names = ("processes", "devices", "device_type", "backend", "precision", "threads_per_rank")
-    return tuple(getattr(plan, name) for name in names)
-
-
 def _plain(value: object) -> object:
     if isinstance(value, MappingProxyType):
         return dict(value)

@@ -94,19 +94,12 @@ class RunSupervisor:
         # How the worker group ended, and until when its processes may exit.
         self._exiting: tuple[Any, float] | None = None
 
-    def begin(self, kept: WorkerGroup | None = None) -> None:
-        """Write the first event, and start the ranks.
-
-        Args:
-            kept: idle ranks that have been given this job; None starts new ones.
-        """
+    def begin(self) -> None:
+        """Write the first event, and start the ranks."""
         self.record.write(self._request.header)
         for level, text in self._request.notes:
             self.record.note(text, level)
-        self._follow(kept or self._start())
-        if kept is not None and len(kept.ranks) == 1:  # it waits for no other rank
-            kept.released = True
-            kept.go()
+        self._follow(self._start())
 
     def poll(self) -> bool:
         """Check everything once; return True when the run is over and its end is written."""
@@ -121,7 +114,7 @@ class RunSupervisor:
                 return False
             grace = EXIT_SECONDS if isinstance(ended, str) else FAILURE_GRACE
             self._exiting = ended, time.monotonic() + grace
-            if isinstance(ended, str) and not self._request.job.reuse_workers:
+            if isinstance(ended, str):
                 worker_group.go()  # they may exit
         return self._exit(worker_group, *self._exiting)
 
@@ -158,11 +151,6 @@ class RunSupervisor:
         known = self.outcome if self._exiting is None else self._exiting[0]
         return known if isinstance(known, str) else None
 
-    def hand_over(self) -> WorkerGroup | None:
-        """Return the ranks of a run that is over; None if they cannot take another job."""
-        worker_group, self._worker_group = self._worker_group, None
-        return worker_group
-
     def silence(self) -> float:
         """Return the seconds since any rank sent a message or computed."""
         return 0.0 if self._worker_group is None else self._health.silence()
@@ -181,10 +169,6 @@ class RunSupervisor:
     def _exit(self, worker_group: WorkerGroup, ended: Any, limit: float) -> bool:
         """Wait for the processes to exit; then start another group, or record the end."""
         failed = not isinstance(ended, str)
-        if self._request.job.reuse_workers and not failed and not self.killed_on_request:
-            self.outcome = ended
-            self._settle(ended)
-            return True
         # Ranks that raised wait to be killed; the agent of ranks that have ended has no more to do.
         over = worker_group.exited is not None or (
             all(rank.over for rank in worker_group.ranks) if failed else worker_group.ranks_ended()
@@ -298,8 +282,7 @@ class RunSupervisor:
     def _on_phase(self, worker_group: WorkerGroup, rank: RankView) -> None:
         self.record.write(RankPhaseChanged(rank=rank.rank, phase=rank.phase, pid=rank.pid))
         if rank.phase == "ready" and worker_group.all_are("ready"):
-            if not worker_group.released:
-                worker_group.go()
+            worker_group.go()
             for other in worker_group.ranks:
                 other.phase = "user"
 

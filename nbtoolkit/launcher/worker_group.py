@@ -93,12 +93,6 @@ class RankView:
         self.phase, self.last_word, self.ended_at = phase, word, time.monotonic()
         self.asking = None
 
-    def renew(self) -> None:
-        """Prepare for another job: it is in its group."""
-        self.phase, self.reached, self.ended_at = "group", "none", None
-        self.heard_at, self.long, self.accumulates = time.monotonic(), 0, False
-        self.asking = self.last_word = None
-
 
 class WorkerGroup:
     """One agent and its ranks, as their supervisor sees them."""
@@ -117,32 +111,15 @@ class WorkerGroup:
         self.started_at = time.monotonic()
         self.stop_sent = False
         """True once rank 0 was notified of a pending stop."""
-        self.released = False
-        """True if its rank may call the function without waiting to be told when it is ready."""
         pairs = zip(lines.connections, lines.telemetry, strict=True)
         self.ranks = [RankView(rank, line, quiet) for rank, (line, quiet) in enumerate(pairs)]
         self._lines = lines
-
-    def assign(self, spec: JobSpec) -> None:
-        """Give ranks that wait their next job."""
-        self.started_at, self.stop_sent, self.released = time.monotonic(), False, False
-        with pack_content(pickle.dumps(spec)) as packed:
-            given = messages.JobDescriptors(spec=packed)
-            for rank in self.ranks:
-                rank.renew()
-                send_packet(rank.quiet.socket, messages.JobAssigned(descriptors=given))
 
     def ranks_ended(self) -> bool:
         """True if no rank runs any more, with what it does at its exit."""
         return all(
             rank.line.closed or (rank.pid is not None and not is_running(rank.pid))
             for rank in self.ranks
-        )
-
-    def alive(self) -> bool:
-        """True if all ranks run, so that they can take another job."""
-        return self.exited is None and all(
-            rank.pid is not None and is_running(rank.pid) for rank in self.ranks
         )
 
     def lines(self) -> list[Connection]:
@@ -170,7 +147,7 @@ class WorkerGroup:
         """
         rank.note(message)
         starts = isinstance(message, messages.PhaseReached) and message.phase == "started"
-        if starts and len(self.ranks) > 1 and self.all_are("started"):
+        if starts and self.all_are("started"):
             self.go()
 
     def all_are(self, phase: str) -> bool:
@@ -178,9 +155,10 @@ class WorkerGroup:
         return all(rank.phase == phase for rank in self.ranks)
 
     def go(self) -> None:
-        """Release the ranks, which wait for each other."""
-        for rank in self.ranks:
-            rank.line.send(messages.Go())
+        """Release ranks that wait for each other; a single rank does not wait."""
+        if len(self.ranks) > 1:
+            for rank in self.ranks:
+                rank.line.send(messages.Go())
 
     def reply(self, answer: messages.Reply) -> None:
         """Answer all ranks that ask."""

@@ -184,12 +184,6 @@ class StopPending(Message):
     """The run must end: rank 0 should call all ranks to a check."""
 
 
-class JobAssigned(Message):
-    """To ranks that wait, as a packet on their telemetry connection: their next job."""
-
-    descriptors: JobDescriptors
-
-
 class Answer(Message):
     """The answer to a question; ``leave``: the status to stop with, None: continue."""
 
@@ -286,12 +280,6 @@ class AgentDescriptors(Descriptors):
     payload: int
     spec: int
     group: GroupDescriptors
-
-
-class JobDescriptors(Descriptors):
-    """The packed JobSpec."""
-
-    spec: int
 
 
 class SupervisorDescriptors(Descriptors):

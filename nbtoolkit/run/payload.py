@@ -78,7 +78,7 @@ class JobSpec:
         params: a trial's parameters.
         fold: the value of ``ctx.fold``.
         synchronous_reports: whether every report waits for an answer.
-        reuse_workers: whether the ranks run another job afterwards.
+        in_search: whether it is a job of a search.
     """
 
     paths: RunPaths
@@ -88,7 +88,7 @@ class JobSpec:
     params: Mapping[str, object] = field(default_factory=dict)
     fold: Fold | None = None
     synchronous_reports: bool = False
-    reuse_workers: bool = False
+    in_search: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

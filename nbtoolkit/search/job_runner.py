@@ -6,13 +6,10 @@ import time
 from dataclasses import replace
 from typing import Any, cast
 
-import psutil
-
-from nbtoolkit.environment.launch_plan import LaunchPlan, same_ranks
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.launcher.failures import Failure, memory_ran_out
 from nbtoolkit.launcher.supervisor import JobListener, RunSupervisor
-from nbtoolkit.launcher.worker_group import Spawner, WorkerGroup
+from nbtoolkit.launcher.worker_group import Spawner
 from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json, write_whole
 from nbtoolkit.run.payload import JobSpec, RunRequest
 from nbtoolkit.run.resume import archive_attempt
@@ -20,70 +17,6 @@ from nbtoolkit.run.serialization import one_line
 from nbtoolkit.run.versions_record import read_versions
 from nbtoolkit.search.algorithm import Fault, JobResult, JobStatus, SearchJob, SearchRequest
 from nbtoolkit.search.slots import Slot
-
-_GROWTH = 500_000_000  # bytes that a rank may grow by over its size after its first job, and half
-
-
-class IdleWorkers:
-    """Ranks that have ended a job well and wait for another one.
-
-    To fork a rank costs 30 ms of CPU, to form a group 0.1 s, to initialize CUDA up to a second.
-    Ray Tune reuses the processes of function trainables for the same reason (``reuse_actors``).
-
-    Args:
-        spawner: ends the processes of those that fit no job.
-    """
-
-    def __init__(self, spawner: Spawner) -> None:
-        self._spawner = spawner
-        self._groups: list[WorkerGroup] = []
-        self._sizes: dict[int, int] = {}  # of each rank after its first job, in bytes
-
-    def add(self, group: WorkerGroup) -> None:
-        """Keep a group whose job is over; one whose memory has grown job by job is ended."""
-        if group.alive() and not self._has_grown(group):
-            self._groups.append(group)
-        else:
-            self._end(group)
-
-    def take(self, plan: LaunchPlan) -> WorkerGroup | None:
-        """Return a group that fits a plan; None if there is none.
-
-        Groups that do not fit and share its devices are ended: a CUDA context alone holds 0.3 GB.
-        """
-        for group in list(self._groups):
-            shares = set(group.plan.devices) & set(plan.devices) or plan.device_type == "cpu"
-            if not group.alive() or (shares and not same_ranks(group.plan, plan)):
-                self._groups.remove(group)
-                self._end(group)
-        fitting = next((one for one in self._groups if same_ranks(one.plan, plan)), None)
-        if fitting is not None:
-            self._groups.remove(fitting)
-        return fitting
-
-    def close(self) -> None:
-        """End all."""
-        while self._groups:
-            self._end(self._groups.pop())
-
-    def _has_grown(self, group: WorkerGroup) -> bool:
-        for pid in filter(None, (rank.pid for rank in group.ranks)):
-            try:
-                size = psutil.Process(pid).memory_info().rss
-            except psutil.NoSuchProcess:  # it died a moment ago
-                return True
-            if size > 1.5 * self._sizes.setdefault(pid, size) + _GROWTH:
-                return True
-        return False
-
-    def _end(self, group: WorkerGroup) -> None:
-        for rank in group.ranks:
-            self._sizes.pop(rank.pid or 0, None)
-        self._spawner.dismiss(group)
-
-
-# --- one job ---
-
 
 _KNOWN = ("function", "host", "versions", "run_id", "attempt")  # in a job's versions.json
 
@@ -111,7 +44,6 @@ class JobRunner(RunSupervisor):
         search: the search it belongs to.
         spawner: starts worker groups.
         listener: receives the job's reports.
-        idle: worker groups of earlier jobs; one that fits the job's plan is reused.
 
     Raises:
         NbtoolkitError: the job's configuration or plan is invalid.
@@ -124,7 +56,6 @@ class JobRunner(RunSupervisor):
         search: SearchRequest,
         spawner: Spawner,
         listener: JobListener,
-        idle: IdleWorkers,
     ) -> None:
         self.job, self.slot = job, slot
         self._job_started = time.monotonic()
@@ -134,11 +65,8 @@ class JobRunner(RunSupervisor):
         self._hang_timeout = config.runtime.hang_timeout
         # durable=False: the study holds what matters of the job
         super().__init__(request, spawner, listener=listener, durable=False)
-        idle_ranks = idle.take(request.job.plan)
-        if idle_ranks is not None:
-            idle_ranks.assign(request.job)  # they load it while its record begins
         self._write_header(request)
-        self.begin(idle_ranks)
+        self.begin()
         write_whole(self.paths.config, config.to_yaml(), durable=False)
 
     def poll(self) -> bool:
@@ -210,7 +138,7 @@ def job_request(job: SearchJob, slot: Slot, request: SearchRequest) -> RunReques
         params=dict(job.params),
         fold=None if job.fold is None or folds is None else folds[job.fold],
         synchronous_reports=job.judged,
-        reuse_workers=True,
+        in_search=True,
     )
     return RunRequest(job=spec, host=request.host, hardware=slot.hardware, header=header)
 

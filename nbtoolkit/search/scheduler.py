@@ -30,7 +30,7 @@ from nbtoolkit.search.algorithm import (
     SearchRequest,
     folder_of,
 )
-from nbtoolkit.search.job_runner import IdleWorkers, JobRunner
+from nbtoolkit.search.job_runner import JobRunner
 from nbtoolkit.search.slots import Slot, SlotAllocator
 
 PREPARE_AFTER = 0.1
@@ -59,7 +59,6 @@ class SearchScheduler:
         self._record = RunRecord(request.paths, deadline=request.deadline)
         self._slots = SlotAllocator(request.slots, self._record)
         self._running: list[JobRunner] = []
-        self._idle = IdleWorkers(spawner)
         self._unread: set[str] = set()  # warnings that were given
         self._writers: dict[str, str] = {}  # the first job that wrote a file, by path
         self._shared_files: list[str] = []
@@ -121,8 +120,6 @@ class SearchScheduler:
                 continue
             self._running.remove(runner)
             self._slots.release(runner.slot)
-            if (group := runner.hand_over()) is not None:
-                self._idle.add(group)
             result = runner.result()
             if not self._slots.should_retry(runner.job, runner.slot, result):
                 ended.append((runner.job, result))
@@ -163,7 +160,7 @@ class SearchScheduler:
             unread=partial(self._warn_once, job),
             written=partial(self._note_files, job),
         )
-        return JobRunner(job, slot, self._request, self._spawner, listener, self._idle)
+        return JobRunner(job, slot, self._request, self._spawner, listener)
 
     def _warn_once(self, job: SearchJob, text: str, searched: Sequence[str]) -> None:
         """Warn of settings without effect once per search, not once per trial."""
@@ -262,7 +259,6 @@ class SearchScheduler:
         for runner in self._running:
             runner.abandon()
         self._running = []
-        self._idle.close()
 
 
 def _shared_file(path: str, first: str, second: str) -> str:

@@ -84,8 +84,6 @@ class SupervisorChannel:
         """The supervisor's next message but StopPending, which it only notes; None: it is gone."""
         while (message := self._connection.receive()) is not None and self._is_stop(message):
             pass
-        if isinstance(message, messages.Go):
-            self._stop_pending = False  # it was meant for an earlier job
         return message
 
     def _is_stop(self, message: messages.Message) -> bool:

@@ -6,7 +6,6 @@ import base64
 import builtins
 import contextlib
 import faulthandler
-import gc
 import multiprocessing.util
 import os
 import random
@@ -16,7 +15,6 @@ import sys
 import tempfile
 import threading
 import types
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -27,16 +25,15 @@ from typing import IO, TYPE_CHECKING, Any
 from nbtoolkit.config.reads import record_reads
 from nbtoolkit.environment.installed import ImportRecorder
 from nbtoolkit.environment.launch_plan import LaunchPlan
-from nbtoolkit.environment.variables import RANK_MARK
 from nbtoolkit.errors import RunStopped
 from nbtoolkit.run import messages
 from nbtoolkit.run.events import returned_numbers
 from nbtoolkit.run.output import error_lines
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
-from nbtoolkit.run.payload import JobSpec, unload_function, unpack
+from nbtoolkit.run.payload import JobSpec
 from nbtoolkit.run.serialization import add_note, pack_error, pack_value
 from nbtoolkit.run.signals import ignore_warning_signals
-from nbtoolkit.run.transport import Connection, receive_packet
+from nbtoolkit.run.transport import Connection
 from nbtoolkit.worker.advice import advice
 from nbtoolkit.worker.channel import SupervisorChannel, heartbeat
 from nbtoolkit.worker.collectives import new_gloo_group, without_gloo_lines
@@ -65,7 +62,6 @@ class RankJob:
     """What every rank of a group receives from its agent."""
 
     spec: JobSpec
-    """Their first job."""
     load: Callable[[], Callable[..., Any]]
     """Returns the training function."""
     group: messages.GroupDescriptors
@@ -77,7 +73,8 @@ def run_rank(job: RankJob) -> None:
     rank = int(os.environ.get("RANK", 0))
     connection, telemetry = _set_up_process(job, rank)
     plan = job.spec.plan
-    channel = SupervisorChannel(connection, telemetry, async_reports=False)
+    async_reports = plan.processes == 1 and not job.spec.synchronous_reports
+    channel = SupervisorChannel(connection, telemetry, async_reports=async_reports)
     channel.send(messages.PhaseReached(phase="started", pid=os.getpid()))
     if plan.processes > 1 and channel.wait() is None:  # until all ranks are forked
         return
@@ -88,17 +85,7 @@ def run_rank(job: RankJob) -> None:
         return
     _keep_group()
     channel.send(messages.PhaseReached(phase="group"))
-    current: RankJob | None = job
-    state = ProcessState() if job.spec.reuse_workers else None
-    while current is not None:
-        spec = current.spec
-        async_reports = spec.plan.processes == 1 and not spec.synchronous_reports
-        channel = SupervisorChannel(connection, telemetry, async_reports=async_reports)
-        _run_job(current, rank, channel)
-        if state is None:
-            break
-        state.restore()
-        current = _next_job(current, telemetry, rank)
+    _run_job(job, rank, channel)
     _leave_group()
     if plan.processes > 1:
         # The exit closes the connections to the other ranks, which may still communicate: an error
@@ -108,7 +95,7 @@ def run_rank(job: RankJob) -> None:
 
 
 def _run_job(job: RankJob, rank: int, channel: SupervisorChannel) -> None:
-    """Call the function of one job."""
+    """Call the function."""
     spec = job.spec
     context = RunContext(
         spec,
@@ -124,82 +111,17 @@ def _run_job(job: RankJob, rank: int, channel: SupervisorChannel) -> None:
     try:
         with torchrun_conditions(context):
             function = job.load()
-            if spec.reuse_workers:  # a job of a search: others run in the same working directory
+            if spec.in_search:  # others run in the same working directory
                 function = _noting_files(function, spec.paths, channel)
             channel.send(messages.PhaseReached(phase="ready"))
-            if channel.wait() is not None:  # the supervisor sends Go when every rank is ready
+            # The supervisor sends Go when every rank is ready.
+            if spec.plan.processes == 1 or channel.wait() is not None:
                 _call_and_report(function, context, channel, imports)
     except BaseException as error:
         _report_error(spec.paths, rank, channel, error)
     finally:
         if imports in sys.meta_path:
             sys.meta_path.remove(imports)
-
-
-def _next_job(job: RankJob, telemetry: Connection, rank: int) -> RankJob | None:
-    """Wait for the next job of a group that has run ``job``; None: none."""
-    message = receive_packet(telemetry.socket)
-    if not isinstance(message, messages.JobAssigned):
-        return None
-    given = message.descriptors
-    job = replace(job, spec=unpack(given.spec, JobSpec))
-    os.close(given.spec)
-    os.environ[RANK_MARK] = str(job.spec.paths.folder)
-    _redirect_output(job.spec.paths, rank)
-    return job
-
-
-class ProcessState:
-    """What a training function may change in its process and the next job must not see.
-
-    The next job's function is unpickled anew, so the globals of a notebook are new, too; those of
-    imported modules are not.
-    """
-
-    def __init__(self) -> None:
-        import torch
-        from torch.backends import cudnn
-
-        self._folder, self._environ = os.getcwd(), dict(os.environ)
-        self._path, self._filters = list(sys.path), list(warnings.filters)
-        settings: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
-            (torch.get_num_threads, torch.set_num_threads),
-            (torch.get_default_dtype, torch.set_default_dtype),
-            (torch.is_grad_enabled, torch.set_grad_enabled),
-            (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-        ]
-        self._settings = [(read, read(), write) for read, write in settings]
-        self._cudnn = cudnn.benchmark, cudnn.deterministic
-        self._frozen = False
-
-    def restore(self) -> None:
-        """Restore all of it, and free the memory that the job held."""
-        import torch
-        from torch.backends import cudnn
-
-        with contextlib.suppress(OSError):
-            os.chdir(self._folder)
-        os.environ.clear()
-        os.environ.update(self._environ)
-        sys.path[:], warnings.filters[:] = self._path, self._filters  # type: ignore[index]
-        for read, value, write in self._settings:
-            if read() != value:
-                write(value)
-        cudnn.benchmark, cudnn.deterministic = self._cudnn
-        torch.set_default_device(None)
-        if "torch._dynamo" in sys.modules:
-            # else the ninth model to be compiled hits its limit of recompilations, and runs eagerly
-            torch.compiler.reset()
-        unload_function()
-        gc.collect()  # models and batches may be in reference cycles
-        if not self._frozen:
-            # The modules that the first job imported: to scan them takes 50 ms with scikit-learn,
-            # 130 ms with Lightning, after each job. Only once, because what is frozen in a cycle
-            # stays.
-            gc.freeze()
-            self._frozen = True
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
 
 
 def call_function(function: Callable[..., Any], context: RunContext) -> tuple[Any, set[str]]:
@@ -312,14 +234,12 @@ def _set_up_process(job: RankJob, rank: int) -> tuple[Connection, Connection]:
 
 
 def _redirect_output(paths: RunPaths, rank: int) -> None:
-    """Write output and stacks to the job's folder from now on."""
+    """Write output and stacks to the run's folder from now on."""
     global _stacks_file
     write_output_to(paths.log(rank))
-    before, _stacks_file = _stacks_file, paths.stacks(rank).open("w")
+    _stacks_file = paths.stacks(rank).open("w")
     faulthandler.enable(_stacks_file)
     faulthandler.register(STACKS_SIGNAL, _stacks_file, all_threads=True)
-    if before is not None:
-        before.close()
 
 
 def text_mode() -> None:

@@ -17,7 +17,7 @@ FOLDER = ROOT / "build/cluster"
 TESTS = (
     "tests/cluster",
     "tests/config/test_every_field_cluster.py",
-    "tests/search/test_worker_reuse.py::test_a_trial_after_others_in_its_ranks_trains_as_a_run_of_its_own",
+    "tests/search/test_trial_processes.py::test_a_trial_after_others_trains_as_a_run_of_its_own",
 )
 
 

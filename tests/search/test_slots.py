@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +13,8 @@ import nbtoolkit as nb
 from nbtoolkit import errors
 from nbtoolkit.environment.hardware import Device, Hardware, detect_hardware
 from nbtoolkit.environment.placement import MeasuredSpeed
-from nbtoolkit.environment.variables import kernel_environment
-from nbtoolkit.launcher.worker_group import Spawner, WorkerGroup
 from nbtoolkit.run.events import Event
-from nbtoolkit.run.payload import pack_function
-from nbtoolkit.run.transport import GroupConnections
 from nbtoolkit.search.algorithm import JobResult, Search, SearchJob
-from nbtoolkit.search.job_runner import IdleWorkers
 from nbtoolkit.search.slots import Slot, SlotAllocator, Slots, make_slots
 from nbtoolkit.search.submit import start_search
 from nbtoolkit.search.sweep_result import SweepResult
@@ -213,77 +204,3 @@ def test_a_trial_that_is_too_large_runs_on_all_devices(config: nb.Config) -> Non
     assert states == {0: "complete", 1: "complete"}
     notes = [e.text for e in handle.events() if e.type == "note"]
     assert any("ran out of memory: it runs again on all devices" in text for text in notes)
-
-
-# --- ranks that wait for another job ---
-
-
-@pytest.fixture
-def idle() -> Iterator[IdleWorkers]:
-    ours, theirs = socket.socketpair()
-    with pack_function(None, kernel_environment()) as payload:
-        workers = IdleWorkers(Spawner(ours, payload))
-    yield workers
-    workers.close()
-    ours.close()
-    theirs.close()
-
-
-@pytest.fixture
-def group_on(
-    config: nb.Config, tmp_path: Path
-) -> Iterator[Callable[..., tuple[WorkerGroup, subprocess.Popen[bytes]]]]:
-    """Makes groups of one rank, which is a sleeping process, for a plan on injected GPUs."""
-    with ExitStack() as stack:
-
-        def make(*indices: int) -> tuple[WorkerGroup, subprocess.Popen[bytes]]:
-            hardware = replace(KAGGLE, devices=tuple(t4(index) for index in indices))
-            plan = nb.make_plan(config, nb.detect_host({}), hardware)
-            mine, theirs = GroupConnections.pair(plan.processes)
-            stack.callback(mine.close)
-            stack.callback(theirs.close)
-            process = stack.enter_context(subprocess.Popen(["sleep", "600"]))
-            stack.callback(process.kill)
-            group = WorkerGroup(plan, mine, tmp_path / "elastic")
-            for rank in group.ranks:
-                rank.pid = process.pid
-            return group, process
-
-        yield make
-
-
-GroupOn = Callable[..., tuple[WorkerGroup, "subprocess.Popen[bytes]"]]
-
-
-def test_idle_ranks_of_two_slots_on_one_gpu_are_both_kept(
-    idle: IdleWorkers, group_on: GroupOn
-) -> None:
-    one, two = group_on(0)[0], group_on(0)[0]
-    idle.add(one)
-    idle.add(two)
-    assert idle.take(one.plan) is one
-    assert idle.take(one.plan) is two
-
-
-def test_idle_ranks_leave_a_gpu_to_those_of_another_plan(
-    idle: IdleWorkers, group_on: GroupOn
-) -> None:
-    first, second, both = group_on(0)[0], group_on(1)[0], group_on(0, 1)[0]
-    for group in (first, second):
-        idle.add(group)
-    assert idle.take(both.plan) is None
-    assert idle.take(first.plan) is None
-    assert idle.take(second.plan) is None
-    idle.add(first)
-    assert idle.take(second.plan) is None, "it is on another GPU"
-    assert idle.take(first.plan) is first, "and was left there"
-
-
-def test_an_idle_rank_that_died_is_not_taken(idle: IdleWorkers, group_on: GroupOn) -> None:
-    group, process = group_on(0)
-    idle.add(group)
-    process.kill()
-    process.wait()
-    assert idle.take(group.plan) is None
-    idle.add(group)
-    assert idle.take(group.plan) is None
