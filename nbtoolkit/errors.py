@@ -183,7 +183,7 @@ class LossNotFinite(FitError):
 
 
 class TuningError(NbtoolkitError):
-    """A setting cannot be measured for this function or on this machine."""
+    """A setting cannot be measured for this function or on this machine, or was not measured."""
 
 
 class SubmissionError(NbtoolkitError):

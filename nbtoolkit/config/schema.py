@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import reprlib
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import PrivateAttr, ValidationError, model_validator
 
@@ -41,24 +41,6 @@ from nbtoolkit.config.validation import check_conflicts, fields, mistakes
 from nbtoolkit.config.yaml_source import Keys, Layer, dump, refuse
 from nbtoolkit.errors import ConfigError
 
-_Number = TypeVar("_Number", int, float)
-
-
-def measured(value: Auto | _Number, name: str) -> _Number:
-    """Return the value of a setting that is measured when it is ``auto``.
-
-    Raises:
-        ConfigError: it is still ``auto``: nothing has measured it.
-    """
-    if isinstance(value, str):
-        raise ConfigError(
-            f"{name} is auto, and nothing has measured it: that happens before the ranks start",
-            allowed="auto in a configuration that nb.launch, nb.sweep or nb.cross_validate gets "
-            "in a notebook or a script; in a rank, also one of torchrun or Slurm, a number",
-            do=f"set {name} to a number",
-        )
-    return value
-
 
 class Optim(Section):
     """The optimizer and its schedule, as `nb.fit` builds them."""
@@ -72,9 +54,8 @@ class Optim(Section):
     """Groups of parameters with their own values. In each group, `match` is a pattern of parameter
     names, or a list of patterns. The other keys are `lr` or `lr_scale` (a factor for `optim.lr`),
     `weight_decay` and other arguments of the optimizer."""
-    lr: Auto | Positive = 1e-3
-    """The peak learning rate, before `lr_rule` changes it. `auto`: `nb.find_learning_rate` measures
-    it before the launch."""
+    lr: Positive = 1e-3
+    """The peak learning rate, before `lr_rule` changes it. `nb.find_learning_rate` suggests one."""
     weight_decay: NotNegative = 0.01
     """The weight decay coefficient. `adamw` uses decoupled weight decay."""
     decay_all: bool = False
@@ -139,9 +120,9 @@ class Train(Section):
     """The number of micro-batches per optimizer step. `auto`: one at first. If a rank runs out of
     memory in `nb.fit`, all ranks start again from the newest checkpoint, with about twice as many
     micro-batches."""
-    num_workers: Auto | CountFrom0 = 0
-    """The number of DataLoader processes per rank. Tensors and arrays in memory need none. `auto`:
-    `nb.find_num_workers` measures it before the launch."""
+    num_workers: CountFrom0 = 0
+    """The number of DataLoader processes per rank. Tensors and arrays in memory need none.
+    `nb.find_num_workers` suggests a number."""
     compile: bool = False
     """Compile the model with `torch.compile`. The first step can take minutes; later steps are
     faster."""
@@ -196,9 +177,7 @@ class Distributed(Section):
     state. `deepspeed`: similar, with DeepSpeed's ZeRO (see `zero_stage`). `pipeline`: each rank has
     some of the layers of an `nn.Sequential`. `dp`: DataParallel, one process on several GPUs.
     `auto`: the fastest strategy that `nb.calibrate` has measured, otherwise `ddp`, or `single` on
-    one device. If an earlier run of the same function took ten minutes or more, the next launch
-    with `auto` measures by itself. `measured`: like `auto`, but the first launch already
-    measures."""
+    one device. `measured`: like `auto`, but a launch without a calibration raises an error."""
     zero_stage: Literal[1, 2, 3] = 2
     """With `deepspeed`: what is divided among the ranks. 1: the optimizer state. 2: also the
     gradients. 3: also the weights."""

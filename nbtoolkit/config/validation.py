@@ -245,17 +245,27 @@ def _unknown(layer: Layer, keys: Keys, model: type[BaseModel]) -> Mistake:
     )
 
 
+_FINDERS = {
+    "optim.lr": "nb.find_learning_rate(train, config)",
+    "train.num_workers": "nb.find_num_workers(train, config)",
+}
+"""The calls that suggest a value for settings that have no ``auto``: a launch measures nothing."""
+
+
 def _invalid(layer: Layer, keys: Keys, model: type[BaseModel], message: str) -> Mistake:
     dotted, place = ".".join(keys), _place(layer, keys)
     if dotted in FREE:
         what = f"{dotted}: {message.removeprefix('Value error, ')}"
         return Mistake(place=place, what=what, allowed=describe(_hints(model)[dotted]))
     value = layer.values[keys[0]] if len(keys) == 1 else layer.values[keys[0]][keys[1]]
+    do = f"set one of these, or remove the setting (default: {_default(model, keys)})"
+    if value == "auto" and dotted in _FINDERS:
+        do = f"set a number: {_FINDERS[dotted]} measures which one; a launch measures nothing"
     return Mistake(
         place=place,
         what=f"{dotted}: {reprlib.repr(value)} is not allowed",
         allowed=fields(model)[dotted],
-        do=f"set one of these, or remove the setting (default: {_default(model, keys)})",
+        do=do,
     )
 
 

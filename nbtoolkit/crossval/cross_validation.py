@@ -18,7 +18,6 @@ from nbtoolkit.errors import FoldError, LaunchError
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.launch import Train, Where, check_call, task_name
-from nbtoolkit.launcher.measured import measure_auto
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunStarted
 from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, find_run
@@ -169,8 +168,6 @@ def cross_validate(
     screen = choose_screen(display, find_display())
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
     config = with_kernel_uri(config)
-    if where == "local":
-        config = measure_auto(train, config, resume, display, fold=folds[0])
     _check_resumed(resume, config, folds)
     now = time.time()
     search, label = _search(folds, processes), name or f"{getattr(train, '__name__', 'run')}_cv"

@@ -121,9 +121,6 @@ class LaunchPlan:
     one_device_speed: float | None = None
     """Samples per second of one process on one device, as an earlier calibration measured them;
     None if there is no such calibration."""
-    predicted_speed: float | None = None
-    """Samples per second of this plan's strategy, as an earlier calibration measured them; None if
-    there is no such calibration."""
     reasons: tuple[str, ...] = ()
     """The reason for each decision."""
 

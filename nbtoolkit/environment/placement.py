@@ -50,13 +50,6 @@ class MeasuredSpeed:
         )
         return chosen, f"measured {moment(self.date)}: {numbers} (nb.calibrate)"
 
-    def ddp_share(self, devices: int) -> float | None:
-        """Return DDP's speed on all devices over that of as many single ones; None: not known."""
-        one, together = self.speeds.get("single"), self.speeds.get("ddp")
-        if not one or together is None or self.ranks != devices:
-            return None
-        return together / (devices * one)
-
     def _describe(self, name: str) -> str:
         return f"{name} does {self.speeds[name]:,.0f} samples/s"
 

@@ -120,7 +120,6 @@ def make_plan(
         group_timeout=float(config.distributed.timeout),
         ddp={name: getattr(config.distributed, name) for name in _DDP},
         one_device_speed=None if speed is None else speed.speeds.get("single"),
-        predicted_speed=_predicted(speed, strategy, placement.processes),
         reasons=(
             *memory_notes,
             *fallback_notes,
@@ -321,13 +320,6 @@ def _precision_on_cpu(setting: Literal["auto"] | Precision) -> tuple[Precision, 
     if setting == "auto":
         return "fp32", "fp32: the run is on the CPU"
     return setting, f"{setting}: train.precision is {setting}"
-
-
-def _predicted(speed: MeasuredSpeed | None, strategy: str, processes: int) -> float | None:
-    """Return the measured speed of a plan; None if it has another number of ranks."""
-    if speed is None or (strategy == "ddp" and processes != speed.ranks):
-        return None
-    return speed.speeds.get(strategy)
 
 
 def _backend(

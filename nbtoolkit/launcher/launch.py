@@ -25,10 +25,9 @@ from nbtoolkit.environment.variables import RANK_MARK, kernel_environment
 from nbtoolkit.errors import LaunchError, NestedLaunch
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.forkserver_client import fork_server
-from nbtoolkit.launcher.measured import calibrate_long, measure_auto
 from nbtoolkit.launcher.remote import submit_to_cluster
 from nbtoolkit.launcher.run_handle import RunHandle, StartedRun
-from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline, say_speed
+from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.kept_answers import measured_speed
 from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
@@ -340,7 +339,6 @@ def launch(
     if where != "local":
         handle = _launch_remote(train, config, where, name, resume, display, on_event)
         return handle.result() if wait else handle
-    config = measure_auto(train, config, resume, display)
     host, hardware = detect_host(), detect_hardware()
     choose = partial(choose_run, config, train, name, resume)
     if host.is_rank:
@@ -359,9 +357,7 @@ def launch(
             say = CellOutput(result.paths, display).say
             pack_at_deadline(result.status, result.paths, say)
         return result if wait else RunHandle(result.paths)
-    speed = measured_speed(train, config)
-    if speed is None:
-        speed = calibrate_long(train, config, host, hardware, start, display)
+    speed = measured_speed(train, config, start)
     evidence: tuple[Evidence, ...] = () if speed is None else (speed,)
     plan = make_plan(config, host, hardware, evidence, start=start)
     with choose() as run:
@@ -385,7 +381,6 @@ def launch(
             from nbtoolkit.launcher.in_process import run_inline
 
             result = run_inline(train, request, run, cell=cell, on_event=on_event)
-            say_speed(result, cell.say)
             pack_at_deadline(result.status, result.paths, cell.say)
             return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.variables import kernel_environment
 from nbtoolkit.errors import CannotPickle, ConfigError, LaunchError, PlanError
 from nbtoolkit.host import detect_host
-from nbtoolkit.launcher.measured import unmeasured
 from nbtoolkit.run.paths import RunPaths, folder_error
 from nbtoolkit.run.payload import PackedFunction, load_function, pack_function, unpack
 from nbtoolkit.run.remote_job import (
@@ -34,7 +33,7 @@ def submit_to_cluster(
     *,
     choose: Callable[[], ChosenRun],
     call: Callable[[RunPaths, int | None], Call],
-    searched: Container[str] | None = None,
+    search: bool = False,
     **identity: object,
 ) -> ChosenRun:
     """Choose the run's folder, write the call into it, and submit the job that makes it.
@@ -47,7 +46,7 @@ def submit_to_cluster(
         config: the resolved configuration.
         choose: finds or creates the run.
         call: makes the call from the run's paths and the ranks of the machine (None: by itself).
-        searched: settings that a sweep or cross-validation sets; None: the call is a launch.
+        search: whether the call is a sweep or a cross-validation.
         identity: further fields of ``versions.json``.
 
     Returns:
@@ -64,8 +63,13 @@ def submit_to_cluster(
             allowed="a notebook, a script or the command line, once",
             do="call it without torchrun or srun: the cluster starts the ranks",
         )
-    search = searched is not None
-    _refuse_unmeasured(where, [name for name in unmeasured(config) if name not in (searched or ())])
+    if config.distributed.strategy == "measured":
+        raise ConfigError(
+            f'distributed.strategy: measured, and where="{where}": a calibration is kept for the '
+            "devices of the machine that made it",
+            allowed="a strategy by name, or auto",
+            do="set distributed.strategy: ddp, or another that nb.calibrate shows there",
+        )
     cluster = find_cluster(where)
     ranks = cluster.check(config, search=search)
     with choose() as run:
@@ -82,15 +86,6 @@ def submit_to_cluster(
         roll_back(run)
         raise
     return run
-
-
-def _refuse_unmeasured(where: str, names: list[str]) -> None:
-    if names:
-        raise ConfigError(
-            f'{", ".join(names)}: to be measured, and where="{where}" measures nothing',
-            allowed="values that need no measurement",
-            do="set them to values, or measure once on a machine of the cluster",
-        )
 
 
 def _keep_call(paths: RunPaths, call: Call, train: Callable[..., Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from nbtoolkit.environment.resources import Activity, wait_while_active
 from nbtoolkit.errors import LaunchError, RunFolderError
 from nbtoolkit.launcher.failures import raise_failure
-from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline, refuse_deleted, say_speed
+from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline, refuse_deleted
 from nbtoolkit.run.events import Event, EventReader, RunEnded, RunStarted
 from nbtoolkit.run.messages import KillRequest, StopRequest, SupervisorLost
 from nbtoolkit.run.output import RunDisplay, displays
@@ -299,10 +299,7 @@ class RunHandle:
         if self.paths.error.exists():
             raise_failure(self.paths)
         if self.paths.result.exists():
-            result = RunResult(self.paths)
-            if self._was_live:
-                say_speed(result, self._say)
-            return result
+            return RunResult(self.paths)
         if self._remote is not None:
             raise LaunchError(
                 f"the job of the run {self.paths.run_id} has ended without a result: "

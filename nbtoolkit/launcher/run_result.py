@@ -148,27 +148,8 @@ class RunResult:
         rows: list[tuple[str, object]] = [("status", self.status)]
         rows += [(name, f"{value:.6g}") for name, value in self.metrics.items()]
         rows += [("seconds", f"{self.seconds:.1f}")]
-        if speed := _describe_speed(self):
-            rows += [("speed", speed)]
         rows += [("plan", str(self.plan.explain()).splitlines()[0]), ("folder", self.paths.folder)]
         return html_table("run", rows)
-
-
-def say_speed(result: RunResult, say: Callable[[str], None]) -> None:
-    """Show the predicted and the achieved speed, if a calibration was kept before the run."""
-    if text := _describe_speed(result):
-        say(f"speed: {text}")
-
-
-def _describe_speed(result: RunResult) -> str:
-    predicted = result.plan.predicted_speed
-    if predicted is None or result.throughput is None:
-        return ""
-    share = "" if result.efficiency is None else f", {result.efficiency:.2f} of linear"
-    return (
-        f"{predicted:,.0f} samples/s predicted by nb.calibrate, {result.throughput:,.0f} achieved"
-        f"{share}"
-    )
 
 
 def pack_at_deadline(status: Status, paths: RunPaths, say: Callable[[str], None]) -> None:

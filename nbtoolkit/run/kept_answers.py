@@ -1,24 +1,25 @@
-"""Keep what was measured on this machine, by function, model, data and devices.
+"""Read what was measured on this machine, by function, model, data and devices.
 
 The file is ``<output_dir>/tuning.json``, one JSON object: a measurement's name -> a key -> the
 answer with its date. A key is a hash of everything that the answer depends on, so a changed model
-is measured again. ``nbtoolkit/tuning`` measures; a launch only reads.
+is measured again. ``nbtoolkit/tuning`` measures and writes the file; a launch only reads it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nbtoolkit.config.schema import flat_settings
 from nbtoolkit.environment.hardware import detect_hardware
-from nbtoolkit.environment.placement import MeasuredSpeed
+from nbtoolkit.environment.launch_plan import Start
+from nbtoolkit.environment.placement import MeasuredSpeed, strategy_is_open
+from nbtoolkit.errors import TuningError
 from nbtoolkit.run.fingerprint import function_source
-from nbtoolkit.run.paths import exclusive, read_or_empty, write_json
+from nbtoolkit.run.paths import read_or_empty
 from nbtoolkit.run.versions_record import versions
 
 if TYPE_CHECKING:
@@ -74,15 +75,6 @@ def kept_answer(config: Config, name: str, key: str) -> Answer | None:
     return found if isinstance(found, dict) else None
 
 
-def keep_answer(config: Config, name: str, key: str, answer: Mapping[str, object]) -> None:
-    """Keep an answer, in place of an earlier one; other processes may do so at the same time."""
-    file = answers_file(config)
-    with exclusive(file):
-        kept = read_answers(config)
-        kept.setdefault(name, {})[key] = {**answer, "measured": time.time()}
-        write_json(file, kept)
-
-
 def read_answers(config: Config) -> dict[str, dict[str, Answer]]:
     """All answers that were kept in the output folder."""
     return cast("dict[str, dict[str, Answer]]", read_or_empty(answers_file(config)))
@@ -108,15 +100,29 @@ def calibration_key(train: Callable[..., Any], config: Config) -> str:
     return answer_key(train, free, options, loading)
 
 
-def measured_speed(train: Callable[..., Any], config: Config) -> MeasuredSpeed | None:
+def measured_speed(
+    train: Callable[..., Any], config: Config, start: Start = "forkserver"
+) -> MeasuredSpeed | None:
     """Return what a kept calibration has measured; None without one.
 
     Without any calibration in the output folder it costs the reading of a small file.
+
+    Args:
+        train: the training function.
+        config: the configuration of the launch.
+        start: how the launch starts its processes.
+
+    Raises:
+        TuningError: ``distributed.strategy`` is ``measured``, nothing else decides the number of
+            processes, and no calibration is kept.
     """
-    if not read_answers(config).get(CALIBRATION):
-        return None
-    kept = kept_answer(config, CALIBRATION, calibration_key(train, config))
+    kept = None
+    if read_answers(config).get(CALIBRATION):
+        kept = kept_answer(config, CALIBRATION, calibration_key(train, config))
     if kept is None:
+        settings = config.distributed
+        if settings.strategy == "measured" and strategy_is_open(settings, start):
+            raise _not_calibrated(config)
         return None
     measured = [row for row in kept["rows"] if row["samples_per_second"]]
     rows = {row["settings"]["distributed.strategy"]: row for row in measured}
@@ -124,4 +130,13 @@ def measured_speed(train: Callable[..., Any], config: Config) -> MeasuredSpeed |
         speeds={name: row["samples_per_second"] for name, row in rows.items()},
         ranks=rows["ddp"]["processes"] if "ddp" in rows else 1,
         date=kept["measured"],
+    )
+
+
+def _not_calibrated(config: Config) -> TuningError:
+    return TuningError(
+        "distributed.strategy is measured, and no calibration of this function with this model, "
+        f"these data and these devices is kept in {answers_file(config)}",
+        allowed="measured after nb.calibrate; auto, which needs none",
+        do="call nb.calibrate(train, config) once, then launch again",
     )

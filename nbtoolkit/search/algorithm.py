@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.environment.deadline import Note
+    from nbtoolkit.environment.placement import MeasuredSpeed
     from nbtoolkit.folds.folds import Folds
     from nbtoolkit.host import Host
     from nbtoolkit.run.paths import RunPaths
@@ -80,6 +81,7 @@ class SearchRequest:
         imposed: True if the deadline is the end of the host's session, not the user's own limit.
         search: what is searched.
         grace: seconds that jobs get to leave at the deadline; ``fit`` has saved before it.
+        speed: what a calibration has measured, for the jobs' plans.
     """
 
     paths: RunPaths
@@ -92,6 +94,7 @@ class SearchRequest:
     imposed: bool
     search: Search
     grace: float = 10.0
+    speed: MeasuredSpeed | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import Any, cast
 
-from nbtoolkit.environment.plan import make_plan
+from nbtoolkit.environment.plan import Evidence, make_plan
 from nbtoolkit.launcher.failures import Failure, memory_ran_out
 from nbtoolkit.launcher.supervisor import JobListener, RunSupervisor
 from nbtoolkit.launcher.worker_group import Spawner
@@ -115,7 +115,10 @@ def job_request(job: SearchJob, slot: Slot, request: SearchRequest) -> RunReques
     paths = RunPaths(request.paths.folder / job.key)
     folds = request.search.folds
     config = request.config.with_overrides({**slot.overrides, **job.overrides})
-    plan = make_plan(config, request.host, slot.hardware)
+    evidence: tuple[Evidence, ...] = () if request.speed is None else (request.speed,)
+    plan = make_plan(config, request.host, slot.hardware, evidence)
+    if job.params:  # the calibration is that of the base configuration, not of this model
+        plan = replace(plan, one_device_speed=None)
     paths.folder.mkdir(parents=True, exist_ok=True)
     if paths.versions.exists():
         archive_attempt(paths)
@@ -140,7 +143,9 @@ def job_request(job: SearchJob, slot: Slot, request: SearchRequest) -> RunReques
         synchronous_reports=job.judged,
         in_search=True,
     )
-    return RunRequest(job=spec, host=request.host, hardware=slot.hardware, header=header)
+    return RunRequest(
+        job=spec, host=request.host, hardware=slot.hardware, header=header, speed=request.speed
+    )
 
 
 def classify_fault(outcome: Any, paths: RunPaths) -> tuple[Fault, str]:

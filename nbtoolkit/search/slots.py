@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nbtoolkit.config.validation import SHARDED
 from nbtoolkit.environment.hardware import Hardware
-from nbtoolkit.environment.placement import MeasuredSpeed
 from nbtoolkit.errors import PlanError
 from nbtoolkit.search.algorithm import EventWriter, JobResult, SearchJob
 from nbtoolkit.text_table import gib
@@ -29,7 +28,6 @@ ALONE = {
     "distributed.world_size": 1,
     "distributed.strategy": "single",
 }
-_NO_LOSS = 0.95  # above, jobs one after the other on all devices take as long as side by side
 _CPU_MEMORY = 1_500_000_000  # bytes assumed for a process with torch and a small data set
 
 
@@ -72,15 +70,13 @@ def make_slots(
     *,
     per_device: int = 1,
     jobs: int | None = None,
-    speed: MeasuredSpeed | None = None,
 ) -> Slots:
     """Decide where the jobs of a search run.
 
     Jobs on one device each never wait for another rank, so two of them on two devices do more
     than one job on both. ``auto`` therefore gives each job one device, unless there are fewer jobs
-    than devices, or ``speed`` shows that jobs on all devices lose nothing. The scheduler runs a job
-    on all devices if it is the last one, or if it did not fit into the memory of one device
-    (:class:`SlotAllocator`).
+    than devices. The scheduler runs a job on all devices if it is the last one, or if it did not
+    fit into the memory of one device (:class:`SlotAllocator`).
 
     Args:
         config: the base configuration.
@@ -88,7 +84,6 @@ def make_slots(
         placement: the requested placement.
         per_device: jobs per GPU. Without GPUs there is at most one job per CPU.
         jobs: number of jobs; None for many.
-        speed: how fast each strategy was when it was measured on these devices.
 
     Raises:
         PlanError: ``per_device`` is below 1, or jobs on one device each are to be sharded.
@@ -127,16 +122,7 @@ def make_slots(
         return replace(together, why=f"distributed.world_size is {world_size}")
     if len(hardware.usable) == 1 or not hardware.usable:
         return single
-    share = None if speed is None else speed.ddp_share(len(hardware.usable))
-    if share is None or per_device > 1:
-        return replace(single, together=together.slots[0])
-    why = (
-        f"measured: ddp on {len(hardware.usable)} devices does {share:.2f} of what as many single "
-        f"devices do, and all devices per trial need more than {_NO_LOSS:.2f} (nb.calibrate)"
-    )
-    if share > _NO_LOSS:
-        return replace(together, why=why)
-    return replace(single, together=together.slots[0], why=f"{single.why}; {why}")
+    return replace(single, together=together.slots[0])
 
 
 def _on_gpus(hardware: Hardware, per_device: int) -> Slots:

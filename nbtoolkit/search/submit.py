@@ -16,7 +16,7 @@ import cloudpickle
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
-from nbtoolkit.environment.plan import make_plan
+from nbtoolkit.environment.plan import Evidence, make_plan
 from nbtoolkit.environment.variables import kernel_environment
 from nbtoolkit.errors import LaunchError, PlanError, ResumeError, RunFileError
 from nbtoolkit.host import Host, detect_host
@@ -231,6 +231,7 @@ def start_search(
     Raises:
         ResumeError: the named search differs, or is running.
         DeadlinePassed: the notebook's deadline leaves no time.
+        TuningError: ``distributed.strategy`` is ``measured``, and no calibration is kept.
         CannotPickle: the function captured something that cannot be pickled.
         LaunchError: the fork server did not start.
     """
@@ -238,6 +239,9 @@ def start_search(
 
     check_deadline(config, uses_reserve=search.uses_reserve)
     host, tracking = _not_a_rank(search), choose_tracking(config.to_dict()["tracking"])
+    # The devices of other machines (``search.slots``) are not those of a kept calibration.
+    speed = None if search.slots else measured_speed(train, config)
+    evidence: tuple[Evidence, ...] = () if speed is None else (speed,)
     environment, schedule = kernel_environment(), schedule_here.get()
     server = None
     if schedule is None:
@@ -245,15 +249,10 @@ def start_search(
         server.import_ahead(_LATE, environment.environ)
     hardware = detect_hardware()
     slots = search.slots or make_slots(
-        config,
-        hardware,
-        search.placement,
-        per_device=search.per_device,
-        jobs=search.jobs,
-        speed=measured_speed(train, config),
+        config, hardware, search.placement, per_device=search.per_device, jobs=search.jobs
     )
     first = slots.slots[0]
-    plan = make_plan(config.with_overrides(dict(first.overrides)), host, first.hardware)
+    plan = make_plan(config.with_overrides(dict(first.overrides)), host, first.hardware, evidence)
     identity = identity_of(train, config, search)
     with choose_search(train, config, identity, name, resume) as run:
         header = write_header(run, config, plan, host, train, **identity)
@@ -275,6 +274,7 @@ def start_search(
             imposed=limit.imposed,
             search=search,
             grace=limit.grace,
+            speed=speed,
         )
         if server is None:
             assert schedule is not None
@@ -322,14 +322,13 @@ def submit_search(
         NbtoolkitError: see :func:`~nbtoolkit.launcher.remote.submit_to_cluster`.
     """
     identity = identity_of(train, config, search)
-    searched = () if search.sweep_config is None else search.sweep_config.space
     run = submit_to_cluster(
         where,
         train,
         config,
         choose=partial(choose_search, train, config, identity, name, resume),
         call=lambda paths, _: partial(call, resume=paths.folder, display="off"),
-        searched=searched,
+        search=True,
         **identity,
     )
     return Started(run, None, None)

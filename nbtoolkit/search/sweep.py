@@ -17,7 +17,6 @@ from nbtoolkit.errors import ConfigError, FoldError, MissingExtra, SpaceError
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.folds.make_folds import make_folds
 from nbtoolkit.launcher.launch import Train, Where, check_call, task_name
-from nbtoolkit.launcher.measured import measure_auto
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
@@ -183,9 +182,6 @@ def sweep(
     sweep_config = load_sweep_config(space, config, n_trials=n_trials, timeout=timeout, folds=count)
     if folds is None:
         folds = configured_folds(sweep_config.folds, config.task, targets, groups)
-    first, searched = None if folds is None else folds[0], sweep_config.space
-    if where == "local":
-        config = measure_auto(train, config, resume, display, searched=searched, fold=first)
     search = _search(sweep_config, folds)
     if resume == "auto":
         identity = identity_of(train, config, search)

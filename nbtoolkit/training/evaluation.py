@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from nbtoolkit.config.schema import measured
 from nbtoolkit.errors import CannotPickle, FitError
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.run.serialization import add_note, pack_value
@@ -159,7 +158,7 @@ class Validator:
         self._ctx, self._metrics = ctx, metrics
         self._loader: Iterable[tuple[Batch, int]] | None = None
         if data is not None:
-            workers = measured(config.train.num_workers, "train.num_workers")
+            workers = config.train.num_workers
             self._loader = make_evaluation_loader(
                 ctx,
                 data,
@@ -230,7 +229,7 @@ def predict(
         ctx,
         data,
         batch_size=batch_size,
-        workers=measured(ctx.config.train.num_workers, "train.num_workers"),
+        workers=ctx.config.train.num_workers,
         collate=collate,
         name="prediction",
         model=model,

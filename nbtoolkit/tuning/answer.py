@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from nbtoolkit.run.kept_answers import answer_key, keep_answer, kept_answer
+from nbtoolkit.run.kept_answers import answer_key, answers_file, kept_answer, read_answers
+from nbtoolkit.run.paths import exclusive, write_json
 from nbtoolkit.text_table import html_columns, text_columns
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.folds.folds import Fold
     from nbtoolkit.launcher.launch import Train
     from nbtoolkit.views.figure import Chart
 
@@ -94,12 +94,10 @@ class Subject:
     Attributes:
         train: a function that calls :func:`nbtoolkit.fit`.
         config: the configuration of the run to come.
-        fold: the value of ``ctx.fold`` in the measurement.
     """
 
     train: Train
     config: Config
-    fold: Fold | None = None
 
     @property
     def name(self) -> str:
@@ -132,3 +130,12 @@ class Subject:
         found = replace(found, seconds=seconds, measured=time.time())
         keep_answer(self.config, name, key, asdict(found))
         return found
+
+
+def keep_answer(config: Config, name: str, key: str, answer: Mapping[str, object]) -> None:
+    """Keep an answer, in place of an earlier one; other processes may do so at the same time."""
+    file = answers_file(config)
+    with exclusive(file):
+        kept = read_answers(config)
+        kept.setdefault(name, {})[key] = {**answer, "measured": time.time()}
+        write_json(file, kept)

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from nbtoolkit.config.aliases import refuse_other_launchers_names
-from nbtoolkit.config.schema import Config, ConfigLike, as_config, load_config
-from nbtoolkit.errors import ConfigError, TuningError
-from nbtoolkit.folds.folds import Fold
+from nbtoolkit.config.schema import ConfigLike, as_config
+from nbtoolkit.errors import TuningError
 from nbtoolkit.launcher.launch import Train
-from nbtoolkit.run.fingerprint import source_hash
 from nbtoolkit.run.output import to_stdout
-from nbtoolkit.run.paths import runs_in
-from nbtoolkit.run.resume import changed_settings, find_named_run
-from nbtoolkit.run.versions_record import read_versions
 from nbtoolkit.training.optim.schedule import RangeTest
 from nbtoolkit.tuning.answer import FinderResult, Subject
 from nbtoolkit.tuning.probe import Probe, probe
@@ -111,8 +104,8 @@ def find_learning_rate(
         train: a training function that calls :func:`nbtoolkit.fit` with the configuration it gets.
             If it passes an optimizer object or a schedule, the test replaces their rates. The first
             parameter group gets the rate of the test; the other groups keep their ratios to it.
-        config: the configuration of the run to come; ``optim.lr`` may be ``auto``. The rates are
-            values of ``optim.lr``, before the factor of ``optim.lr_rule``.
+        config: the configuration of the run to come. The rates are values of ``optim.lr``, before
+            the factor of ``optim.lr_rule``.
         low: the rate of the first step.
         high: the rate of the last step, above ``low``.
         steps: the number of optimizer steps, at least 30.
@@ -125,28 +118,21 @@ def find_learning_rate(
         Exception: the exception of the training function.
     """
     test = RangeTest(low=low, high=high, total=steps)
-    subject = Subject(train, as_config(config, processes))
-    found = measure_learning_rate(subject, test, force=force)
-    to_stdout(f"optim.lr: {found.suggestion:g} ({found.why})\n", flush=True)
-    return found
-
-
-def measure_learning_rate(
-    subject: Subject, test: RangeTest = DEFAULT, *, force: bool = False
-) -> LearningRate:
-    """Do what :func:`find_learning_rate` does, and print nothing."""
     if not (0 < test.low < test.high and test.total >= _FEWEST):
         raise TuningError(
             f"a range test from {test.low:g} to {test.high:g} in {test.total} steps is impossible",
             allowed=f"0 < low < high, and at least {_FEWEST} steps",
             do="leave them out: low=1e-6, high=1.0, steps=100",
         )
+    subject = Subject(train, as_config(config, processes))
     config = subject.config
     optim = {**config.to_dict()["optim"], "lr": None, "schedule": None, "warmup_ratio": None}
     others = config.seed, config.train.max_grad_norm, config.train.drop_last
     key = subject.key(astuple(test), optim, others)
     measure = partial(_measure, subject, test)
-    return subject.find(LearningRate, "learning_rate", key, measure, force=force)
+    found = subject.find(LearningRate, "learning_rate", key, measure, force=force)
+    to_stdout(f"optim.lr: {found.suggestion:g} ({found.why})\n", flush=True)
+    return found
 
 
 def _measure(subject: Subject, test: RangeTest) -> LearningRate:
@@ -194,53 +180,6 @@ def _check_rates(result: Probe, rates: Sequence[float]) -> None:
             allowed="a function that gives nb.fit the configuration that it gets",
             do="do not change config.optim inside the function",
         )
-
-
-# --- for launches ---
-
-
-def auto_learning_rate(
-    train: Train, config: Config, resume: str | os.PathLike[str], fold: Fold | None
-) -> tuple[dict[str, Any], str]:
-    """Return ``optim.lr``, and why: of the run to resume, kept, or measured now.
-
-    Args:
-        train: the training function.
-        config: the configuration, in which it is ``auto``.
-        resume: as for :func:`nbtoolkit.launch`.
-        fold: the value of ``ctx.fold`` in the measurement.
-
-    Raises:
-        ResumeError: there is no run of the name ``resume``.
-        TuningError: it cannot be measured.
-    """
-    if (earlier := _rate_to_resume(train, config, resume)) is not None:
-        return earlier
-    found = measure_learning_rate(Subject(train, config, fold))
-    return found.settings, found.why
-
-
-def _rate_to_resume(
-    train: Train, config: Config, resume: str | os.PathLike[str]
-) -> tuple[dict[str, Any], str] | None:
-    """``optim.lr`` of the unfinished run that differs from the launch in nothing else."""
-    if resume == "never":
-        return None
-    folder = Path(config.runtime.output_dir)
-    runs = runs_in(folder) if resume == "auto" else [find_named_run(resume, folder)]
-    for paths in runs:
-        about = read_versions(paths)
-        if about.get("source") != source_hash(train) or (resume == "auto" and paths.completed()):
-            continue
-        try:
-            before = load_config(paths.config, env=None)
-        except ConfigError:  # of another version, or damaged: it cannot be resumed either
-            continue
-        rate = before.optim.lr
-        same = config.with_overrides({"optim.lr": rate})
-        if rate != "auto" and not changed_settings(before, same, may_train_longer=resume != "auto"):
-            return {"optim.lr": rate}, f"as in {paths.run_id}"
-    return None
 
 
 # --- the curve ---

@@ -14,25 +14,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import LossNotFinite, TuningError
 from nbtoolkit.launcher.failures import is_out_of_memory
-from nbtoolkit.launcher.launch import Train, launch
-from nbtoolkit.launcher.measured import unmeasured
+from nbtoolkit.launcher.launch import launch
 from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.launcher.run_result import RunResult
 from nbtoolkit.run.events import Event, MetricsLogged, MetricsReported, RunStarted
 from nbtoolkit.tuning.answer import Subject
-
-if TYPE_CHECKING:
-    from nbtoolkit.config.schema import Config
-    from nbtoolkit.folds.folds import Fold
-    from nbtoolkit.worker.context import RunContext
 
 _TRACKERS = ("mlflow", "tensorboard", "wandb", "device_metrics", "record_samples")
 QUIET: dict[str, object] = {
@@ -43,8 +36,6 @@ QUIET: dict[str, object] = {
 }
 """Settings of a run that writes nothing but its events."""
 _SCRATCH = "nbtoolkit-probe-"
-# In place of `auto`, which a probe does not measure.
-_UNMEASURED = {"distributed.strategy": "auto", "optim.lr": 1e-3, "train.num_workers": 0}
 LONGEST = 60.0
 """Seconds that a probe may take."""
 
@@ -153,12 +144,12 @@ def probe(
             running.pop().stop("the probe has measured enough")
 
     train, config = subject.train, subject.config
-    function = train if subject.fold is None else partial(_with_fold, train, subject.fold)
+    if config.distributed.strategy == "measured":  # no calibration is kept in the scratch folder
+        config = config.with_overrides({"distributed.strategy": "auto"})
     most = _ENDLESS if seconds else steps
     with scratch_folder() as folder:
         settings = {
             **QUIET,
-            **{name: _UNMEASURED[name] for name in unmeasured(config)},
             "distributed.fallback": False,
             "tracking.log_every_n_steps": 1,
             "train.early_stopping_patience": None,
@@ -168,7 +159,7 @@ def probe(
             "runtime.output_dir": folder,
         }
         mine = config.with_overrides(settings)
-        handle = launch(function, mine, resume="never", wait=False, display="off", on_event=listen)
+        handle = launch(train, mine, resume="never", wait=False, display="off", on_event=listen)
         running.append(handle)
         try:
             result_within(handle, LONGEST)
@@ -186,12 +177,6 @@ def probe(
             do="measure a function that calls nb.fit, or choose the setting by hand",
         )
     return found
-
-
-def _with_fold(train: Train, fold: Fold, config: Config, ctx: RunContext) -> Any:
-    """Call a training function that sees a fold, outside a cross-validation."""
-    ctx._fold = fold
-    return train(config, ctx)
 
 
 @contextmanager

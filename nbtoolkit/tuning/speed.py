@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import NbtoolkitError, TuningError
-from nbtoolkit.folds.folds import Fold
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.launch import Train
 from nbtoolkit.run.kept_answers import CALIBRATION, calibration_key
@@ -126,7 +124,7 @@ def find_num_workers(
 
     Args:
         train: a training function that calls :func:`nbtoolkit.fit` with the configuration it gets.
-        config: the configuration of the run to come; ``train.num_workers`` may be ``auto``.
+        config: the configuration of the run to come.
         processes: the number of ranks; None: as ``config`` says.
         force: measure again, even if an answer was kept (see :func:`nbtoolkit.find_learning_rate`).
 
@@ -134,13 +132,7 @@ def find_num_workers(
         TuningError: memory ran out, or a loss is not finite.
         Exception: the exception of the training function.
     """
-    found = measure_num_workers(Subject(train, as_config(config, processes)), force=force)
-    to_stdout(f"{found.why}\n", flush=True)
-    return found
-
-
-def measure_num_workers(subject: Subject, *, force: bool = False) -> SpeedTable:
-    """Do what :func:`find_num_workers` does, and print nothing."""
+    subject = Subject(train, as_config(config, processes))
 
     def measure() -> SpeedTable:
         began, rows, workers, most, vain = time.monotonic(), list[SpeedRow](), 0, 1, 0
@@ -156,7 +148,9 @@ def measure_num_workers(subject: Subject, *, force: bool = False) -> SpeedTable:
         good = max(one.samples_per_second for one in rows) / _GAIN
         return _table(rows, next(one for one in rows if one.samples_per_second >= good), plan)
 
-    return subject.find(SpeedTable, "num_workers", subject.key(), measure, force=force)
+    found = subject.find(SpeedTable, "num_workers", subject.key(), measure, force=force)
+    to_stdout(f"{found.why}\n", flush=True)
+    return found
 
 
 @refuse_other_launchers_names
@@ -241,10 +235,9 @@ def calibrate(train: Train, config: ConfigLike = None, *, force: bool = False) -
     row of the table with the reason.
 
     The result is kept in ``<output_dir>/tuning.json``, for this function, model and devices. A
-    later launch with ``distributed.strategy: auto`` then uses another strategy than the usual one
-    if it was more than 5% faster. A sweep chooses its placement by the result.
-    :attr:`RunResult.efficiency` is the throughput of a run, compared with the speed of one device
-    in this result.
+    later launch with ``distributed.strategy: auto`` or ``measured`` then uses another strategy than
+    the usual one if it was more than 5% faster. :attr:`RunResult.efficiency` is the throughput of a
+    run, compared with the speed of one device in this result.
 
     Args:
         train: a training function that calls :func:`nbtoolkit.fit`.
@@ -255,45 +248,18 @@ def calibrate(train: Train, config: ConfigLike = None, *, force: bool = False) -
         TuningError: no strategy could be measured, or the function does not train with ``nb.fit``.
         Exception: the exception of the training function, if no strategy could be measured.
     """
-    found = measure_strategies(Subject(train, as_config(config)), force=force)
-    to_stdout(f"{found.why}\n", flush=True)
-    return found
-
-
-def measure_strategies(
-    subject: Subject, *, force: bool = False, within: float = math.inf
-) -> SpeedTable:
-    """Do what :func:`calibrate` does, and print nothing.
-
-    Args:
-        subject: what to measure.
-        force: measure again.
-        within: seconds; no candidate starts if it would probably end later, and each has one round.
-
-    Raises:
-        TuningError: also if ``within`` is too short for DDP and something to compare it with.
-    """
-    config = subject.config
-    planned, key = _planned(config), calibration_key(subject.train, config)
+    config = as_config(config)
+    subject, planned, key = Subject(train, config), _planned(config), calibration_key(train, config)
 
     def measure() -> SpeedTable:
-        rows = _measure_all(subject, planned, within)
+        rows = _measure_all(subject, planned)
         return _table(rows, max(rows, key=lambda row: row.samples_per_second), _usual_plan(config))
 
     found = subject.find(SpeedTable, CALIBRATION, key, measure, force=force)
     if [row.processes for row in found.rows] != [row.processes for row in planned]:
         found = subject.find(SpeedTable, CALIBRATION, key, measure, force=True)
+    to_stdout(f"{found.why}\n", flush=True)
     return found
-
-
-def calibrate_within(train: Train, config: Config, seconds: float) -> str:
-    """Measure and keep what :func:`calibrate` does, in one round; return the result in a line.
-
-    Raises:
-        TuningError: DDP, or everything else, could not be measured in this time.
-        Exception: the function's own.
-    """
-    return measure_strategies(Subject(train, config), force=True, within=seconds).why
 
 
 def _planned(config: Config) -> list[SpeedRow]:
@@ -338,17 +304,13 @@ def _usual_plan(config: Config) -> LaunchPlan:
     return make_plan(usual, detect_host(), detect_hardware())
 
 
-def _measure_all(subject: Subject, planned: list[SpeedRow], within: float) -> list[SpeedRow]:
-    """Measure all strategies in turn; twice if ``within`` is infinite and that is quick."""
+def _measure_all(subject: Subject, planned: list[SpeedRow]) -> list[SpeedRow]:
+    """Measure all strategies in turn; twice if that is quick."""
     rows, errors, began, longest = list(planned), list[Exception](), time.monotonic(), 0.0
-    # DDP first: without its speed the others say nothing.
-    order = sorted(range(len(rows)), key=lambda at: rows[at].settings[_STRATEGY] != "ddp")
-    for turn, at in enumerate(order * (_ROUNDS if within == math.inf else 1)):
+    for turn, at in enumerate([*range(len(rows))] * _ROUNDS):
         row, start = rows[at], time.monotonic()
         again = turn >= len(rows)
-        late = start - began + longest > (_LONGEST_ROUNDS if again else within)
-        if late and not again and not row.reason:
-            rows[at] = replace(row, reason=f"not measured: {within:g} s are over")
+        late = again and start - began + longest > _LONGEST_ROUNDS
         if late or row.reason:
             continue
         same_batch = _same_batch(subject.config, row.settings[_STRATEGY])
@@ -361,7 +323,7 @@ def _measure_all(subject: Subject, planned: list[SpeedRow], within: float) -> li
         if now.reason or now.samples_per_second > row.samples_per_second:
             rows[at] = now
         longest = max(longest, time.monotonic() - start)
-    if len([row for row in rows if not row.reason]) >= (1 if within == math.inf else 2):
+    if not all(row.reason for row in rows):
         return rows
     if errors:
         raise errors[0]
@@ -371,36 +333,6 @@ def _measure_all(subject: Subject, planned: list[SpeedRow], within: float) -> li
         allowed="a function of which at least one process can do some steps",
         do="launch it with distributed.strategy: single, and correct what the error reports",
     )
-
-
-# --- for launches ---
-
-
-def auto_num_workers(
-    train: Train, config: Config, resume: object, fold: Fold | None
-) -> tuple[dict[str, Any], str]:
-    """Return ``train.num_workers``, and why: kept, or measured now; ``resume`` has no effect.
-
-    Raises:
-        TuningError: it cannot be measured.
-    """
-    found = measure_num_workers(Subject(train, config, fold))
-    return found.settings, found.why
-
-
-def auto_strategy(
-    train: Train, config: Config, resume: object, fold: Fold | None
-) -> tuple[dict[str, Any], str]:
-    """Return the fastest strategy, and why: kept, or measured now; ``resume`` has no effect.
-
-    Raises:
-        TuningError: no strategy can be measured.
-    """
-    ranks = config.distributed
-    if ranks.enabled != "auto" or ranks.world_size != "auto":
-        return {_STRATEGY: "auto"}, "other settings decide the number of ranks"
-    found = measure_strategies(Subject(train, config, fold))
-    return found.settings, found.why
 
 
 # --- one row ---

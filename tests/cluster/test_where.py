@@ -63,9 +63,9 @@ def test_a_search_on_several_nodes_of_slurm_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("login_node")
-def test_a_setting_that_is_to_be_measured_is_refused(tmp_path: Path) -> None:
-    values = {"optim.lr": "auto", "cluster.devices": 1}
-    with pytest.raises(ConfigError, match=r'optim.lr: to be measured, and where="slurm" measures'):
+def test_a_measured_strategy_is_refused(tmp_path: Path) -> None:
+    values = {"distributed.strategy": "measured", "cluster.devices": 1}
+    with pytest.raises(ConfigError, match=r'strategy: measured, and where="slurm": a calibration'):
         nb.launch(digits, settings(tmp_path, **values), where="slurm")
 
 

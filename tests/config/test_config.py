@@ -262,6 +262,14 @@ def test_every_setting_is_documented_and_says_what_it_allows() -> None:
         ("train: {epochs: 1.5}", r"train.epochs: 1.5 is not allowed"),
         ("optim: {lr: -1}", r"optim.lr: -1 is not allowed\n.*above 0"),
         ("optim: {lr: .nan}", r"optim.lr: nan is not allowed"),
+        (
+            "optim: {lr: auto}",
+            r"optim.lr: 'auto' is not allowed\n.*above 0\n.*nb.find_learning_rate\(.*nothing",
+        ),
+        (
+            "train: {num_workers: auto}",
+            r"train.num_workers: 'auto' is not allowed\n.*number.*\n.*nb.find_num_workers\(",
+        ),
         ("optim: {lr: .inf}", r"optim.lr: inf is not allowed"),
         ("optim: {options: 5}", r"optim.options: 5 is not allowed\n.*strings.*\n.*default: \{\}"),
         ("optim: {betas: [1, 2]}", r"setting 'optim.betas'(.|\n)*mean 'optim.options.betas'"),

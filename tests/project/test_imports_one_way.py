@@ -45,8 +45,7 @@ LAYERS = (
     "lint",
     "kaggle",
     "views",
-    # It measures by launches and draws what it measured. The launcher finds it by name
-    # (`launcher.measured`), only for a setting that is `auto`, as `run.output` finds the views.
+    # It measures by launches and draws what it measured.
     "tuning",
     "report",
     "dashboards",

@@ -12,7 +12,6 @@ from kernels import SECONDS
 import nbtoolkit as nb
 from nbtoolkit import errors
 from nbtoolkit.environment.hardware import Device, Hardware, detect_hardware
-from nbtoolkit.environment.placement import MeasuredSpeed
 from nbtoolkit.run.events import Event
 from nbtoolkit.search.algorithm import JobResult, Search, SearchJob
 from nbtoolkit.search.slots import Slot, SlotAllocator, Slots, make_slots
@@ -92,25 +91,6 @@ def test_a_trial_on_one_device_runs_with_any_strategy_of_the_run(
         settings = base.with_overrides(slot.overrides)
         plan = nb.make_plan(settings, nb.detect_host({}), slot.hardware)
         assert (plan.strategy, plan.processes) == ("single", 1)
-
-
-@pytest.mark.parametrize(
-    ("ddp", "placement"), [(1950, "all_devices_per_trial"), (1850, "device_per_trial")]
-)
-def test_a_measurement_decides_between_one_device_and_all(
-    config: nb.Config, ddp: float, placement: str
-) -> None:
-    speed = MeasuredSpeed(speeds={"single": 1000, "ddp": ddp}, ranks=2, date=0.0)
-    slots = make_slots(config, KAGGLE, speed=speed)
-    assert slots.placement == placement
-    assert f"ddp on 2 devices does {ddp / 2000:.2f} of what" in slots.explain()
-    assert "(nb.calibrate)" in slots.why
-    # what was asked for stays
-    assert make_slots(config, KAGGLE, "device_per_trial", speed=speed).placement == (
-        "device_per_trial"
-    )
-    assert len(make_slots(config, KAGGLE, per_device=2, speed=speed).slots) == 4
-    assert len(make_slots(config, CPU, speed=speed).slots) == 2
 
 
 # --- what is seen changes what auto does ---

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import nbtoolkit as nb
-from nbtoolkit.run.kept_answers import answer_key, keep_answer, kept_answer
+from nbtoolkit.run.kept_answers import answer_key, kept_answer
 from nbtoolkit.tasks import diabetes, digits
+from nbtoolkit.tuning.answer import keep_answer
 
 
 @pytest.fixture

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 import torch
-from machines import T4, cpu_machine, machine
 from torch.nn.functional import cross_entropy
 
 import nbtoolkit as nb
-from nbtoolkit.launcher.measured import calibrate_long, measure_auto
+from nbtoolkit.errors import TuningError
 from nbtoolkit.run.events import MetricsLogged
-from nbtoolkit.run.kept_answers import CALIBRATION, calibration_key, keep_answer, measured_speed
+from nbtoolkit.run.kept_answers import CALIBRATION, calibration_key, measured_speed
 from nbtoolkit.tasks import digits
 from nbtoolkit.tuning import speed
+from nbtoolkit.tuning.answer import Subject, keep_answer
+from nbtoolkit.tuning.probe import probe
 
 
 def train(config: Any, ctx: Any) -> dict[str, float]:
@@ -36,6 +34,10 @@ def breaks_in_ranks(config: Any, ctx: Any) -> dict[str, float]:
 
 def always_breaks(config: Any, ctx: Any) -> dict[str, float]:
     raise ValueError("the data are not here")
+
+
+def counts_ranks(config: Any, ctx: Any) -> dict[str, float]:
+    return {"ranks": float(ctx.world_size)}
 
 
 def does_not_fit(config: Any, ctx: Any) -> dict[str, float]:
@@ -113,21 +115,9 @@ def test_a_kept_calibration_is_not_measured_again(
     assert "<table>" in result._repr_html_()
 
 
-def test_measured_is_replaced_only_where_the_number_of_ranks_is_open(config: nb.Config) -> None:
-    keep(config, refuses_to_run, single=1600.0, ddp=1000.0)
-    asks = config.with_overrides({"distributed.strategy": "measured"})
-    assert measure_auto(refuses_to_run, asks, "auto", "off").distributed.strategy == "single"
-    two = asks.with_overrides({"distributed.world_size": 2, "distributed.enabled": True})
-    assert measure_auto(refuses_to_run, two, "auto", "off").distributed.strategy == "auto"
-    assert measure_auto(refuses_to_run, config, "auto", "off") is config
-
-
-def test_a_launch_follows_a_kept_calibration_and_shows_what_it_achieved(
-    config: nb.Config, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launch_follows_a_kept_calibration(config: nb.Config) -> None:
     before = nb.launch(train, config)
     assert (before.plan.processes, before.efficiency) == (1, None)
-    assert "predicted" not in capsys.readouterr().out
     keep(config, train, single=1000.0, ddp=1600.0)
     result = nb.launch(train, config)
     assert (result.plan.strategy, result.plan.processes) == ("ddp", 2)
@@ -139,109 +129,56 @@ def test_a_launch_follows_a_kept_calibration_and_shows_what_it_achieved(
     assert len(logged) >= 8
     assert result.throughput == median(logged[len(logged) // 2 :])
     assert result.efficiency == pytest.approx(result.throughput / 1000.0)
-    out = capsys.readouterr().out
-    assert f"speed: 1,600 samples/s predicted by nb.calibrate, {result.throughput:,.0f} ac" in out
-    assert "achieved" in result._repr_html_()
     asks = config.with_overrides({"distributed.strategy": "measured"})
     assert nb.launch(train, asks, display="off").plan.strategy == "ddp"
 
 
-# --- distributed.strategy: auto, on several GPUs ---
+NOT_CALIBRATED = r"(?s)no calibration of this function.*Allowed: .*Do now: +call nb.calibrate\("
 
 
-def ran_for(seconds: float, function: Any, config: nb.Config) -> nb.RunResult:
-    """Launch it, and stretch its steps over so many seconds."""
-    run = nb.launch(function, config, processes=1, resume="never", display="off")
-    events = [json.loads(line) for line in run.paths.events.read_text().splitlines()]
-    logged = [event["t"] for event in events if "samples_per_second" in event.get("values", {})]
-    first, last = min(logged), max(logged)
-    for event in events:
-        event["t"] = first + (event["t"] - first) * seconds / (last - first)
-    run.paths.events.write_text("".join(json.dumps(event) + "\n" for event in events))
-    os.utime(run.paths.events, (first + seconds, first + seconds))
-    return run
+def test_measured_without_a_calibration_is_an_error_before_anything_starts(
+    config: nb.Config, tmp_path: Path
+) -> None:
+    asks = config.with_overrides({"distributed.strategy": "measured"})
+    folds = nb.make_folds(list(range(8)), k=2, kind="kfold")
+    with pytest.raises(TuningError, match=NOT_CALIBRATED):
+        nb.launch(refuses_to_run, asks)
+    with pytest.raises(TuningError, match=NOT_CALIBRATED):
+        nb.cross_validate(refuses_to_run, asks, folds)
+    with pytest.raises(TuningError, match=NOT_CALIBRATED):
+        nb.sweep(refuses_to_run, asks, {"optim.lr": [0.1, 0.2]}, n_trials=1)
+    assert not [*tmp_path.glob("out/*/events.jsonl")]
 
 
-def calibrated(function: Any, config: nb.Config, *, gpus: int = 2, **given: Any) -> Any:
-    """What a launch on these GPUs does, of which this machine has none: it measures its CPUs."""
-    facts = {
-        "host": nb.detect_host(),
-        "hardware": machine(*[T4] * gpus) if gpus else cpu_machine(),
-        "start": "forkserver",
-        "display": "text",
+def test_measured_needs_no_calibration_where_other_settings_decide(config: nb.Config) -> None:
+    two = {"distributed.strategy": "measured", "distributed.world_size": 2}
+    assert measured_speed(train, config.with_overrides(two)) is None
+    asks = config.with_overrides({"distributed.strategy": "measured"})
+    assert measured_speed(train, asks, "inline") is None
+
+
+def test_trials_on_all_devices_follow_a_kept_calibration(config: nb.Config) -> None:
+    asks = config.with_overrides({"distributed.strategy": "measured", "train.epochs": 1})
+    keep(asks, counts_ranks, single=1000.0, ddp=1600.0)
+    space = {
+        "study": {"metric": "ranks", "direction": "maximize"},
+        "placement": "all_devices_per_trial",
+        "space": {"optim.lr": [0.1, 0.2]},
     }
-    return calibrate_long(function, config, **{**facts, **given})
+    swept = nb.sweep(counts_ranks, asks, space, n_trials=1, display="off")
+    assert swept.best_value == 2
+    (trial,) = swept.paths.folder.glob("trials/*")
+    assert nb.attach(trial).result().plan.one_device_speed is None, "another model"
+    keep(asks, counts_ranks, single=1600.0, ddp=1000.0)
+    again = nb.sweep(counts_ranks, asks, space, n_trials=1, resume="never", display="off")
+    assert again.best_value == 1
 
 
-@pytest.mark.long
-def test_auto_measures_what_is_known_to_train_for_long_and_keeps_it(
-    config: nb.Config, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert calibrated(train, config) is None, "no run is known"
-    run = ran_for(1500, train, config)
-    assert capsys.readouterr().out == ""
-    found = calibrated(train, config)
-    assert found == measured_speed(train, config)
-    assert set(found.speeds) == {"single", "ddp"}
-    out = capsys.readouterr().out
-    assert f"because {run.paths.run_id} trained for 25" in out
-    assert "distributed.strategy: auto: measuring one GPU, DDP and DataParallel" in out
-    assert " samples/s" in out
-    assert "; measured in " in out
-
-
-def test_auto_measures_nothing_that_is_short_or_not_open(
-    config: nb.Config, capsys: pytest.CaptureFixture[str]
-) -> None:
-    short = config.with_overrides({"model.hidden": 1})
-    ran_for(300, train, short)
-    ran_for(1500, train, config)
-    rank = {"host": replace(nb.detect_host(), is_rank=True)}
-    for changed, given in (
-        (short, {}),
-        (config.with_overrides({"model.hidden": 2}), {}),
-        (config.with_overrides({"train.max_steps": 50}), {}),
-        (config.with_overrides({"runtime.time_budget": "20m"}), {}),
-        (config.with_overrides({"distributed.strategy": "single"}), {}),
-        (config.with_overrides({"distributed.world_size": 2}), {}),
-        (config, {"start": "inline"}),
-        (config, {"gpus": 1}),
-        (config, {"gpus": 0}),
-        (config, rank),
-    ):
-        assert calibrated(train, changed, **given) is None
-    assert calibrated(breaks_in_ranks, config) is None
-    assert capsys.readouterr().out == ""
-
-
-def test_auto_that_cannot_be_measured_launches_as_before_and_is_not_tried_again(
-    config: nb.Config, capsys: pytest.CaptureFixture[str]
-) -> None:
-    breaks = config.with_overrides({"data.breaks": False})
-
-    def sometimes(config: Any, ctx: Any) -> dict[str, float]:
-        if not config.checkpoint.enabled:  # in a probe
-            raise OSError("only one process may read the data")
-        return train(config, ctx)
-
-    ran_for(1500, sometimes, breaks)
-    assert calibrated(sometimes, breaks) is None
-    assert "not measured: OSError: only one process may read the data" in capsys.readouterr().out
-    assert measured_speed(sometimes, breaks) is None
-    assert calibrated(sometimes, breaks) is None
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.long
-def test_a_measurement_within_a_time_has_ddp_and_something_to_compare_it_with(
+def test_a_calibration_of_a_configuration_with_measured_uses_no_kept_answer(
     config: nb.Config,
 ) -> None:
-    # DDP starts, takes longer than this, and nothing else starts.
-    with pytest.raises(nb.errors.TuningError, match=r"single: not measured: 0\.01 s are over"):
-        speed.calibrate_within(train, config, 0.01)
-    assert measured_speed(train, config) is None
-    assert " samples/s" in speed.calibrate_within(train, config, 600.0)
-    assert measured_speed(train, config) is not None
+    asks = config.with_overrides({"distributed.strategy": "measured"})
+    assert probe(Subject(train, asks), {}, steps=2).status == "measured"
 
 
 # --- measured on this machine ---
@@ -270,20 +207,9 @@ def test_the_choice_is_the_fastest_of_the_table(
     run = nb.launch(digits.train, cnn.with_overrides({"train.epochs": 1}), display="off")
     usual, best = speeds["single"], max(speeds.values())
     assert run.plan.strategy == (chosen if best > 1.05 * usual else "single")
-    assert run.plan.predicted_speed == speeds[run.plan.strategy]
+    assert run.plan.one_device_speed == usual
     again = nb.calibrate(digits.train, cnn, force=True)
     assert again.measured > result.measured
-
-
-@pytest.mark.long
-def test_a_launch_measures_what_was_not_kept(config: nb.Config) -> None:
-    asks = config.with_overrides({"distributed.strategy": "measured"})
-    run = nb.launch(train, asks, display="off")
-    kept = json.loads((run.paths.folder.parent / "tuning.json").read_text())
-    (answer,) = kept[CALIBRATION].values()
-    best = max(answer["rows"], key=lambda row: row["samples_per_second"])
-    assert run.plan.strategy == best["settings"]["distributed.strategy"]
-    assert run.efficiency is not None
 
 
 @pytest.mark.long

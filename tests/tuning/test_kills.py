@@ -42,7 +42,6 @@ config = configured(overrides={"runtime.output_dir": "out"})
         "nb.find_batch_size(train, config)",
         "nb.find_learning_rate(train, config)",
         "nb.calibrate(train, config)",
-        'nb.launch(train, config.with_overrides({"optim.lr": "auto"}))',
         'nb.benchmark(train, config, sections=["scaling"])',
     ],
 )

@@ -1,10 +1,9 @@
-"""Learning rates: the range test against a loop by hand, ``optim.lr: auto``, and kept answers."""
+"""Learning rates: the range test against a loop by hand."""
 
 from __future__ import annotations
 
 import copy
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import nbtoolkit as nb
-from nbtoolkit.errors import ConfigError, TuningError
-from nbtoolkit.run.paths import runs_in
+from nbtoolkit.errors import TuningError
 from nbtoolkit.tuning.learning_rate import diverged, smoothed, suggest
 
 SGD = {"optim.name": "sgd", "optim.momentum": 0.0, "optim.weight_decay": 0.0}
@@ -213,95 +211,13 @@ def test_groups_of_the_configuration_keep_their_scale(tmp_path: Path) -> None:
     assert rates[0] == pytest.approx([1e-4, 0.25e-4])
 
 
-# --- optim.lr: auto ---
-
-
-def test_auto_is_measured_once_and_stands_in_the_run_as_a_number(
+def test_an_answer_is_kept_and_stands_for_later_calls(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = configuration(tmp_path, **{"optim.lr": "auto"})
-    run = nb.launch(learns, config, processes=1)
-    printed = capsys.readouterr().out
-    rate = nb.load_config(run.paths.config, env=None).optim.lr
-    assert f"optim.lr: auto -> {rate:g} (" in printed
-    assert "measured in" in printed
-    assert marks(config) == ["range_test 1.0", f"constant {rate}"]
-    again = nb.launch(learns, config, processes=1, resume="never")
-    assert "kept" in capsys.readouterr().out
-    assert marks(config)[2:] == [f"constant {rate}"]
-    assert again.paths.folder != run.paths.folder
+    config = configuration(tmp_path)
     found = nb.find_learning_rate(learns, config, processes=1)
-    assert (found.kept, found.suggestion) == (True, rate)
+    assert "measured in" in capsys.readouterr().out
+    again = nb.find_learning_rate(learns, config.with_overrides(found.settings), processes=1)
+    assert (again.kept, again.suggestion) == (True, found.suggestion)
+    assert marks(config) == ["range_test 1.0"]
     assert not nb.find_learning_rate(learns, config, processes=1, force=True).kept
-
-
-@pytest.mark.long
-def test_a_resume_has_the_rate_of_its_run_when_the_kept_answers_are_lost(tmp_path: Path) -> None:
-    class Fails:
-        def on_train_epoch_end(self, state: nb.FitState) -> None:
-            if state.epoch == 2 and (tmp_path / "fail").exists():
-                raise OSError("the session ended")
-
-    def train(config: Any, ctx: Any) -> Any:
-        callbacks = [] if config.optim.schedule == "range_test" else [Fails()]
-        data = samples(64)
-        return nb.fit(ctx, config, model_of(), data, None, loss=cross_entropy, callbacks=callbacks)
-
-    settings = {"optim.lr": "auto", "train.epochs": 4, "checkpoint.every_epochs": 1}
-    config = configuration(tmp_path, **settings)
-    (tmp_path / "fail").touch()
-    with pytest.raises(OSError, match="the session ended"):
-        nb.launch(train, config, processes=1)
-    (tmp_path / "fail").unlink()
-    [run] = runs_in(config.runtime.output_dir)
-    rate = nb.load_config(run.config, env=None).optim.lr
-    (Path(config.runtime.output_dir) / "tuning.json").unlink()
-    resumed = nb.launch(train, config, processes=1)
-    assert resumed.paths.folder == run.folder
-    assert nb.load_config(run.config, env=None).optim.lr == rate
-    assert not (Path(config.runtime.output_dir) / "tuning.json").exists()
-
-
-@pytest.mark.long
-def test_auto_in_a_cross_validation_is_measured_once_on_the_first_fold(tmp_path: Path) -> None:
-    config = configuration(tmp_path, **{"optim.lr": "auto"})
-    folds = nb.make_folds(samples(64)[1].numpy(), k=2)
-    nb.cross_validate(learns, config, folds, processes=1, display="off")
-    first, *rest = marks(config)
-    assert first == "range_test 1.0"
-    assert len(rest) == 2
-    assert len(set(rest)) == 1
-    assert rest[0].startswith("constant 0.")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("searched", ["optim.momentum", "optim.lr"])
-def test_auto_in_a_sweep_is_measured_unless_it_is_searched(tmp_path: Path, searched: str) -> None:
-    config = configuration(tmp_path, **{"optim.lr": "auto"})
-    space = {searched: {"type": "float", "low": 0.1, "high": 0.5}}
-    study = {"study": {"metric": "val_loss"}, "space": space}
-    sweep = nb.sweep(learns, config, study, n_trials=2, display="off")
-    assert sweep.best_value is not None
-    tests = [line for line in marks(config) if line.startswith("range_test")]
-    assert len(tests) == (searched != "optim.lr")
-    assert len(marks(config)) == 2 + len(tests)
-
-
-def test_auto_in_a_rank_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configured(overrides={"optim.lr": "auto"})
-    with pytest.raises(ConfigError, match=r"(?s)optim.lr is auto, and nothing has.*a number"):
-        Run(tmp_path / "run").fit(config=config)
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    config = configuration(tmp_path, **{"train.num_workers": "auto"})
-    with pytest.raises(ConfigError, match=r"train\.num_workers is auto, and nothing has"):
-        nb.launch(learns, config)
-    assert not Path(config.runtime.output_dir).exists()
-
-
-def test_auto_without_the_tuning_folder_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "nbtoolkit.tuning.learning_rate", None)
-    with pytest.raises(TuningError, match=r"(?s)what measures it is missing.*to another value"):
-        nb.launch(learns, configuration(tmp_path, **{"optim.lr": "auto"}))

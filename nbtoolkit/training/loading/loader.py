@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import count, islice, repeat
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-from nbtoolkit.config.schema import measured
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.batch_norm import smallest_share
 from nbtoolkit.training.loading.data import (
@@ -118,7 +117,7 @@ def make_train_loader(
     ranks = ctx.plan.data_ranks
     if config.tracking.record_samples and ctx.rank < ranks:
         log = SampleLog(ctx.paths.samples(ctx.rank), ranks=ranks, fit=fit)
-    workers = measured(config.train.num_workers, "train.num_workers")
+    workers = config.train.num_workers
     dtype = float_type(model)
     smallest = 1 if model is None else smallest_share(model)
     feed = take_apart(data, collate=collate, workers=workers, dtype=dtype)

@@ -10,7 +10,6 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from nbtoolkit.config.fields import FreeSection
-from nbtoolkit.config.schema import measured
 from nbtoolkit.errors import FitError, some_names
 from nbtoolkit.training.optim.loss_parameters import add_parameters, loss_parameters
 
@@ -184,8 +183,7 @@ def _arguments(
     """The arguments of the class, besides the groups."""
     import torch
 
-    rate = measured(optim.lr, "optim.lr")
-    own: dict[str, Any] = {"lr": rate} if signature.accepts("lr") else {}
+    own: dict[str, Any] = {"lr": optim.lr} if signature.accepts("lr") else {}
     if "weight_decay" in signature.required:  # the groups have it too
         own["weight_decay"] = optim.weight_decay
     if issubclass(kind, torch.optim.SGD) and signature.accepts("momentum"):
@@ -247,7 +245,7 @@ def _groups(
         own: dict[str, Any] = group.to_dict()
         del own["match"]
         if "lr" in own:
-            own["lr_scale"] = own.pop("lr") / measured(optim.lr, "optim.lr")
+            own["lr_scale"] = own.pop("lr") / optim.lr
         for key in own:
             if key != "lr_scale" and not signature.accepts(key):
                 close = difflib.get_close_matches(key, ("lr", "lr_scale", *signature.names), n=1)

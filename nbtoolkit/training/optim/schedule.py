@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
-from nbtoolkit.config.schema import measured
 from nbtoolkit.errors import FitError
 
 if TYPE_CHECKING:
@@ -221,7 +220,7 @@ def make_schedule(config: Config, *, steps: int, factor: float) -> Schedule:
         factor: multiplies ``optim.lr`` (the plan's ``lr_factor``).
     """
     optim = config.optim
-    peak, warmup = measured(optim.lr, "optim.lr") * factor, optim.warmup_ratio * steps
+    peak, warmup = optim.lr * factor, optim.warmup_ratio * steps
     floor = optim.min_lr_ratio * peak
     if optim.schedule == "range_test":
         return RangeTest(low=floor or peak * 1e-6, high=peak, total=steps)
@@ -287,7 +286,7 @@ def make_user_schedule(
         return make_schedule(config, steps=steps, factor=factor if from_config else 1.0)
     if given is None and from_config:
         return make_schedule(config, steps=steps, factor=factor)
-    peak = measured(config.optim.lr, "optim.lr") * factor if from_config else None
+    peak = config.optim.lr * factor if from_config else None
     return UserSchedule(given, total=steps, peak=peak)
 
 
