@@ -5,8 +5,7 @@ A run folder is
 - the folder of a launch, a sweep or a cross-validation, with everything below it;
 - the folder of a pipeline, likewise, because its notebooks write to it;
 - an executed notebook with the files beside it that :class:`NotebookFiles` names, and no others;
-- MLflow's database and ``mlartifacts`` beside it;
-- the ledger of device-hours of the output folder.
+- MLflow's database and ``mlartifacts`` beside it.
 
 ``pack`` applies these rules to an output folder. ``unpack`` applies them again to the content of a
 bundle, whose author is unknown.
@@ -18,8 +17,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-
-from nbtoolkit.run.device_ledger import LEDGER
 
 ARTIFACTS, LOCK, MLFLOW = "mlartifacts", "pipeline.lock", "mlflow.db"
 
@@ -90,8 +87,7 @@ def run_folder_of(file: Path, base: Path) -> Path | None:
     pipelines = [folder for folder in parents if is_pipeline(folder)]
     candidates = [folder for folder in pipelines if folder != base]
     candidates += [folder / ARTIFACTS for folder in parents if _is_artifact(file, folder)]
-    ledger = file == base / LEDGER
-    candidates += [file] if ledger or file.name == MLFLOW or _is_executed(file) else []
+    candidates += [file] if file.name == MLFLOW or _is_executed(file) else []
     return next(iter([*candidates, *pipelines]), None)
 
 
@@ -111,7 +107,7 @@ def may_write(target: Path, run_folder: Path, staged: Path, into: Path) -> bool:
         stem = _notebook_stem(existing)
         names = [f"{stem}{suffix}" for suffix in _NOTEBOOK_SUFFIXES] if stem else [existing]
         free = not any(map(os.path.lexists, names))
-        return free or existing.name in (MLFLOW, LEDGER) or _is_executed(existing)
+        return free or existing.name == MLFLOW or _is_executed(existing)
     if is_run(run_folder):
         return (existing / "versions.json").is_file()
     # The lock shows that a pipeline ran here or was unpacked here before: no bundle holds a lock.

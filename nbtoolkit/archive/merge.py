@@ -30,8 +30,6 @@ from nbtoolkit.archive.file_rules import (
     run_folder_of,
     runs_below,
 )
-from nbtoolkit.errors import RunFileError
-from nbtoolkit.run.device_ledger import LEDGER, merge_ledger
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.resume import lock_run
 from nbtoolkit.tracking.service import replay_all
@@ -84,7 +82,6 @@ class Merger:
             self._merge_run(run)
         for database in sorted(self._staged.rglob(MLFLOW)):
             self._merge_database(database)
-        self._merge_ledger()
         self._merge_other_files(runs)
         for folder in pipelines:
             # From now on the folder is a pipeline's, whatever other bundles hold.
@@ -197,14 +194,6 @@ class Merger:
                 self.notes.append(f"{run} is not in MLflow's database: {error}")
 
     # --- other files ---
-
-    def _merge_ledger(self) -> None:
-        """Add what the packed runs used, also those that were deleted since, each once."""
-        try:
-            merge_ledger(self._into, self._staged)
-        except RunFileError as error:
-            self.notes.append(f"not unpacked: {LEDGER} ({error})")
-        (self._staged / LEDGER).unlink(missing_ok=True)
 
     def _merge_other_files(self, runs: list[str]) -> None:
         """Move the files of no run that are missing or older in the output folder."""

@@ -105,8 +105,8 @@ class Runtime(Section):
     """Call `nb.pack` for `output_dir` when a run ends at its deadline. `auto`: only on Kaggle and
     Colab."""
     quota_hours: Positive | None = None
-    """The GPU hours of your host's weekly quota. `nb.quota` and the estimated cost of a search use
-    this number. null: unknown."""
+    """The GPU hours of your host's weekly quota. `nb.quota` and the cost of a search in the panel
+    use this number. null: unknown."""
     hang_timeout: Seconds = 300.0
     """A rank counts as hung if it sends no message and computes nothing for this time, while
     another rank waits for it or has returned."""

@@ -32,9 +32,9 @@ from nbtoolkit.panel.widgets import (
     sign_button,
     wrapped_row,
 )
-from nbtoolkit.run.device_ledger import cost_text as quota_text
 from nbtoolkit.search.slots import Placement, make_slots
 from nbtoolkit.text_table import counted, gib
+from nbtoolkit.tuning.quota import cost_text as quota_text
 from nbtoolkit.views.markup import alert
 from nbtoolkit.views.state import WORKED, State
 

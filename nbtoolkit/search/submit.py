@@ -18,12 +18,11 @@ from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.plan import Evidence, make_plan
 from nbtoolkit.environment.variables import kernel_environment
-from nbtoolkit.errors import LaunchError, PlanError, ResumeError, RunFileError
+from nbtoolkit.errors import LaunchError, PlanError, ResumeError
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.launcher.forkserver_client import fork_server
 from nbtoolkit.launcher.remote import submit_to_cluster
 from nbtoolkit.launcher.run_handle import StartedRun
-from nbtoolkit.run.device_ledger import cost_text, usual_seconds
 from nbtoolkit.run.fingerprint import fingerprint, settings_hash, source_hash
 from nbtoolkit.run.kept_answers import measured_speed
 from nbtoolkit.run.paths import RunPaths, read_record, runs_in
@@ -45,12 +44,10 @@ from nbtoolkit.run.versions_record import (
     why_not_resumed,
 )
 from nbtoolkit.search.algorithm import Search, SearchRequest
-from nbtoolkit.search.slots import Slots, make_slots
+from nbtoolkit.search.slots import make_slots
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.environment.launch_plan import LaunchPlan
-    from nbtoolkit.run.events import RunStarted
 
 
 def choose_search(
@@ -268,7 +265,6 @@ def start_search(
                 *run.notes,
                 *limit.notes,
                 *(("warning", note) for note in tracking.notes),
-                *(("info", note) for note in _cost(config, search, slots, plan, header)),
             ),
             deadline=limit.deadline,
             imposed=limit.imposed,
@@ -342,24 +338,6 @@ def _imports_of(search: Search) -> list[str]:
     if search.sweep_config is not None:
         names += ["nbtoolkit.study.sweep_config", "nbtoolkit.search.sweep_algorithm:import_optuna"]
     return names
-
-
-def _cost(
-    config: Config, search: Search, slots: Slots, plan: LaunchPlan, header: RunStarted
-) -> list[str]:
-    """Say what the search costs of the quota, by earlier trainings of the function, if any."""
-    if config.runtime.quota_hours is None or not search.jobs:
-        return []
-    try:
-        seconds = usual_seconds(config, header.function)
-    except (OSError, RunFileError) as error:
-        return [f"the cost of this {search.kind} is unknown: {error}"]
-    if seconds is None:
-        return []
-    count, gpus = len(slots.slots), len(plan.devices)
-    jobs = search.jobs
-    text = cost_text(config, header.host, jobs=jobs, seconds=seconds, slots=count, devices=gpus)
-    return [f"this {search.kind} will cost {text}"]
 
 
 def _not_a_rank(search: Search) -> Host:

@@ -1,20 +1,36 @@
-"""Count the device-hours of the runs of an output folder, by host and week."""
+"""Count the device-hours of the runs of an output folder, by host and week, from their events."""
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nbtoolkit.archive.pack import output_folder
 from nbtoolkit.config.schema import load_config
-from nbtoolkit.errors import TuningError
-from nbtoolkit.run.device_ledger import quota_hours, spans_by_week, update_ledger, week_of
-from nbtoolkit.run.paths import folder_error
+from nbtoolkit.errors import RunFileError, TuningError, some_names
+from nbtoolkit.run.events import EventReader, RunStarted
+from nbtoolkit.run.paths import TRASH, reading
 from nbtoolkit.text_table import counted
 from nbtoolkit.tuning.answer import Table
+
+if TYPE_CHECKING:
+    from nbtoolkit.config.schema import Config
+
+WEEK_BEGINS = {"kaggle": 5}
+"""Weekday (0: Monday) on which a host's week begins, at 00:00 UTC. Kaggle's quota is renewed on
+Saturday; other hosts have the weeks of ISO 8601."""
+
+COUNTS_SESSIONS = ("kaggle",)
+"""Hosts whose quota counts the time of a session, however many of its GPUs are in use."""
+
+# Folders that hold no run.
+_NO_RUNS = ("checkpoints", "values", "ranks", "samples", "mlartifacts", "tensorboard", "wandb")
 
 _HEADER = ("host", "week from", "device", "runs", "device-hours", "used", "of", "left")
 
@@ -45,7 +61,9 @@ class Quota(Table):
     hours: float | None
     """The GPU hours of the weekly quota; None if they are not known."""
     folder: Path
-    """The output folder. Its file ``quota.json`` stores the hours of deleted runs."""
+    """The output folder."""
+    skipped: tuple[str, ...] = ()
+    """The folders that do not count because their events cannot be read."""
 
     @property
     def used(self) -> float:
@@ -61,9 +79,13 @@ class Quota(Table):
 
     @property
     def why(self) -> str:
-        """The number of runs and the folder, as a line of text."""
+        """The number of runs, the folder and the skipped folders, as a line of text."""
         runs = sum(row.runs for row in self.rows)
-        return f"{counted(runs, 'run') if runs else 'no runs'} in {self.folder}"
+        text = f"{counted(runs, 'run') if runs else 'no runs'} in {self.folder}"
+        if not self.skipped:
+            return text
+        unreadable = f"{counted(len(self.skipped), 'folder')} with unreadable events"
+        return f"{text}; not counted: {unreadable}: {some_names(self.skipped)}"
 
     def columns(self) -> tuple[Sequence[str], list[list[str]]]:
         """Return the names of the columns, and the texts of each row."""
@@ -72,8 +94,8 @@ class Quota(Table):
             line = [row.host, row.week, row.device, str(row.runs)]
             line += [f"{row.device_hours:.2f}", f"{row.used:.2f}", "", ""]
             if self.hours is not None and row.device != "CPU":
-                same = [one for one in self.rows if (one.host, one.week) == (row.host, row.week)]
-                used = sum(one.used for one in same)
+                same = [other for other in self.rows if other.host == row.host]
+                used = sum(other.used for other in same if other.week == row.week)
                 line[-2:] = f"{self.hours:g}", f"{max(0.0, self.hours - used):.2f}"
             lines.append(line)
         return _HEADER, lines
@@ -83,10 +105,9 @@ def quota(output_dir: str | os.PathLike[str] | None = None, *, hours: float | No
     """Count the device-hours that the runs of an output folder used, by host and week.
 
     The time of each attempt of a run counts, from its first event to its last one, even if the
-    attempt was killed. A deleted run counts if the panel deleted it, or if :func:`quota` was called
-    while the run existed. The file ``quota.json`` in the output folder keeps its hours, and
-    :func:`nbtoolkit.pack` packs this file. The time between the runs of a notebook is not counted
-    here, although Kaggle's own quota counts it.
+    attempt was killed. Runs in the folder's trash count; runs whose folders are gone do not. A
+    folder whose events cannot be read does not count, and the result names it. The time between the
+    runs of a notebook is not counted here, although Kaggle's own quota counts it.
 
     Args:
         output_dir: the output folder; None: ``runtime.output_dir`` of the default configuration.
@@ -94,35 +115,184 @@ def quota(output_dir: str | os.PathLike[str] | None = None, *, hours: float | No
 
     Raises:
         TuningError: there is no such folder, or ``hours`` is not positive.
-        RunFileError: the events of a run, or ``quota.json``, cannot be read.
-        RunFolderError: the folder cannot be written.
     """
-    folder = output_folder() if output_dir is None else Path(output_dir).expanduser().absolute()
+    runtime = load_config().runtime
+    folder = Path(runtime.output_dir if output_dir is None else output_dir).expanduser().absolute()
     if not folder.is_dir() or (hours is not None and not hours > 0):
         raise TuningError(
             f"the quota is {hours!r} hours" if folder.is_dir() else f"there is no folder {folder}",
             allowed="an output folder with runs, and hours above 0",
             do='nb.quota("outputs", hours=30)',
         )
-    try:
-        entries = update_ledger(folder)
-    except OSError as error:
-        raise folder_error(folder, error) from error
-    groups: dict[tuple[str, str, str], list[tuple[str, float, float, int]]] = {}
-    for usage in entries:
-        for week, begin, end in spans_by_week(usage):
-            key = f"{week:%Y-%m-%d}", usage.host, usage.device
-            groups.setdefault(key, []).append((usage.run, begin, end, usage.devices))
+    spans, skipped = _read_all(folder)
+    groups: dict[tuple[str, str, str], list[Span]] = {}
+    for span in spans:
+        groups.setdefault((span.week, span.host, span.device), []).append(span)
     rows = [
         QuotaRow(
             host=host,
             week=week,
             device=device,
-            runs=len({run for run, *_ in spans}),
-            device_hours=quota_hours("", [(begin, end, count) for _, begin, end, count in spans]),
-            used=quota_hours(host, [(begin, end, count) for _, begin, end, count in spans]),
+            runs=len({span.run for span in group}),
+            device_hours=quota_hours("", group),
+            used=quota_hours(host, group),
         )
-        for (week, host, device), spans in sorted(groups.items(), reverse=True)
+        for (week, host, device), group in sorted(groups.items(), reverse=True)
     ]
-    limit = load_config().runtime.quota_hours if hours is None else hours
-    return Quota(rows=tuple(rows), hours=limit, folder=folder)
+    limit = runtime.quota_hours if hours is None else hours
+    return Quota(rows=tuple(rows), hours=limit, folder=folder, skipped=tuple(skipped))
+
+
+# --- events of the runs ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """The time of an attempt of a run that lies in one week.
+
+    Attributes:
+        run: the run's folder, below the output folder; the same in the trash.
+        attempt: unix seconds at which the attempt began.
+        week: the day on which the week begins.
+        begin: unix seconds.
+        end: unix seconds; for an attempt that was killed, those of its last event.
+        host: the kind of host.
+        devices: the number of GPUs; 0: it ran on the CPU.
+        device: the name of the devices.
+    """
+
+    run: str
+    attempt: float
+    week: str
+    begin: float
+    end: float
+    host: str
+    devices: int
+    device: str
+
+
+def _read_all(folder: Path) -> tuple[list[Span], list[str]]:
+    """Read the spans of all runs below a folder, and the folders that cannot be read."""
+    spans: dict[tuple[str, float, str], Span] = {}
+    skipped: list[str] = []
+
+    def skip(error: OSError) -> None:
+        skipped.append(os.path.relpath(error.filename, folder))
+
+    for parent, folders, files in os.walk(folder, onerror=skip):
+        folders[:] = [name for name in folders if _may_hold_runs(name)]
+        if "events.jsonl" not in files:
+            continue
+        place = Path(parent).relative_to(folder)
+        run = "/".join(part for part in place.parts if part != TRASH)
+        try:
+            read = _read_run(Path(parent) / "events.jsonl", run)
+        except RunFileError:
+            skipped.append(str(place))
+            continue
+        for span in read:
+            # A run in the trash may have been unpacked again: of two copies the longer counts.
+            key = span.run, span.attempt, span.week
+            if key not in spans or span.end > spans[key].end:
+                spans[key] = span
+    return [*spans.values()], sorted(skipped)
+
+
+def _may_hold_runs(name: str) -> bool:
+    return name == TRASH or not (name in _NO_RUNS or name.startswith("."))
+
+
+def _read_run(events: Path, run: str) -> list[Span]:
+    """Read the spans of a run; a search has none, because its trials or folds have them.
+
+    Raises:
+        RunFileError: the file is damaged, or another user's.
+    """
+    attempts: list[tuple[RunStarted, float]] = []
+    with reading(events):
+        if not events.is_file():
+            raise OSError("it is not a regular file")
+        for event in EventReader(events).read():
+            if isinstance(event, RunStarted):
+                attempts.append((event, event.t))
+            elif attempts:
+                started, last = attempts[-1]
+                attempts[-1] = started, max(last, event.t)
+        if not attempts:
+            raise ValueError("it has no event of a run")
+        jobs = [attempt for attempt in attempts if attempt[0].search is None]
+        return [span for started, last in jobs for span in _spans(run, started, last)]
+
+
+def _spans(run: str, started: RunStarted, last: float) -> Iterator[Span]:
+    """Yield the parts of an attempt in each of its weeks."""
+    devices = len(started.plan.get("devices") or ())
+    names = sorted(set(started.plan.get("device_names") or ())) if devices else []
+    begin = started.t
+    while True:
+        week = week_of(started.host, begin)
+        border = (week + timedelta(days=7)).timestamp()
+        yield Span(
+            run=run,
+            attempt=started.t,
+            week=f"{week:%Y-%m-%d}",
+            begin=begin,
+            end=min(last, border),
+            host=started.host,
+            devices=devices,
+            device=", ".join(names) or "CPU",
+        )
+        if last <= border:
+            return
+        begin = border
+
+
+# --- weeks and costs ---
+
+
+def week_of(host: str, moment: float) -> datetime:
+    """When the week of a host began, at a moment in unix seconds."""
+    day = datetime.fromtimestamp(moment, timezone.utc)
+    begin = day - timedelta(days=(day.weekday() - WEEK_BEGINS.get(host, 0)) % 7)
+    return begin.replace(hour=0, minute=0, second=0, microsecond=0)
+
+
+def quota_hours(host: str, spans: Sequence[Span]) -> float:
+    """Return the hours of a quota that spans use; those on the CPU use nothing.
+
+    Args:
+        host: the kind of host; see :data:`COUNTS_SESSIONS`.
+        spans: the spans.
+    """
+    if host not in COUNTS_SESSIONS:
+        return sum((span.end - span.begin) * span.devices for span in spans) / 3600
+    total, until = 0.0, -sys.float_info.max
+    for span in sorted(spans, key=lambda span: span.begin):
+        if span.devices:
+            total += max(0.0, span.end - max(span.begin, until))
+            until = max(until, span.end)
+    return total / 3600
+
+
+def cost_text(
+    config: Config, host: str, *, jobs: int, seconds: float, slots: int, devices: int
+) -> str:
+    """Say what a search costs of a quota; empty without ``runtime.quota_hours``.
+
+    Args:
+        config: the configuration.
+        host: the kind of host.
+        jobs: trainings.
+        seconds: of one training.
+        slots: trainings at a time.
+        devices: GPUs of each training.
+    """
+    limit = config.runtime.quota_hours
+    if limit is None:
+        return ""
+    if host in COUNTS_SESSIONS:
+        turns, counted_devices = math.ceil(jobs / slots), min(1, devices)
+    else:
+        turns, counted_devices = jobs, devices
+    hours = turns * counted_devices * seconds / 3600
+    return f"about {hours:.3g} of your {limit:.3g} GPU hours"

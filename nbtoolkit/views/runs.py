@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from dataclasses import dataclass
@@ -11,8 +10,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from nbtoolkit.errors import RunFileError, RunFolderError
-from nbtoolkit.run.device_ledger import update_ledger
+from nbtoolkit.errors import RunFolderError
 from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import TRASH, RunPaths, folder_error, read_or_empty, runs_in, write_json
 from nbtoolkit.text_table import ago, counted, number, one_line, shortened
@@ -88,8 +86,6 @@ def move_to_trash(folder: Path) -> Path:
         )
     target = folder.parent / TRASH / folder.name
     try:
-        with contextlib.suppress(RunFileError):  # a damaged run can be deleted, too
-            update_ledger(folder.parent, folder)  # its time counts also when the trash is emptied
         target.parent.mkdir(mode=0o700, exist_ok=True)
         return folder.rename(target)
     except OSError as error:

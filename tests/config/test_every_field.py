@@ -33,9 +33,9 @@ from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import GroupFailure, make_plan
 from nbtoolkit.errors import DeadlinePassed, GroupStartFailed, WorkerHung
 from nbtoolkit.host import detect_host
-from nbtoolkit.run.device_ledger import cost_text
 from nbtoolkit.run.events import EventReader
 from nbtoolkit.study.sweep_config import SweepConfig
+from nbtoolkit.tuning.quota import cost_text
 from nbtoolkit.worker.context import RunContext
 
 Settings = dict[str, Any]

@@ -19,11 +19,11 @@ from run_folders import write_run
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
-from nbtoolkit.errors import RunFileError, TuningError
+from nbtoolkit.errors import TuningError
 from nbtoolkit.panel.form import FormState
 from nbtoolkit.panel.setup import cost_text as panel_cost_text
-from nbtoolkit.run.device_ledger import LEDGER, cost_text, read_ledger, update_ledger, week_of
 from nbtoolkit.run.paths import TRASH
+from nbtoolkit.tuning.quota import cost_text, week_of
 from nbtoolkit.views.runs import move_to_trash
 
 HOUR = 3600.0
@@ -100,60 +100,64 @@ def test_the_present_week_has_hours_used_and_left(tmp_path: Path) -> None:
     assert nb.quota(tmp_path).left is None
 
 
-def test_deleted_and_trashed_runs_count(tmp_path: Path) -> None:
-    names = [f"20261119T12000{i}-a-000{i}" for i in range(3)]
+def test_a_run_in_the_trash_counts_and_its_copy_does_not(tmp_path: Path) -> None:
+    names = [f"20261119T12000{i}-a-000{i}" for i in range(2)]
     for name in names:
         write_run(tmp_path, name, events=events(THURSDAY, 1, 1, "colab"))
-    move_to_trash(tmp_path / names[0])
+    before = cells(nb.quota(tmp_path))
+    assert before == [("colab", "2026-11-16", "Tesla T4", 2, 2.0, 2.0)]
+    trashed = move_to_trash(tmp_path / names[0])
+    assert cells(nb.quota(tmp_path)) == before
+    # The same run comes back from a bundle, with one more attempt.
+    shutil.copytree(trashed, tmp_path / names[0])
+    with (tmp_path / names[0] / "events.jsonl").open("a") as file:
+        for event in events(THURSDAY + 9 * HOUR, 3, 1, "colab", attempt=2):
+            file.write(json.dumps(event) + "\n")
+    assert cells(nb.quota(tmp_path)) == [("colab", "2026-11-16", "Tesla T4", 2, 5.0, 5.0)]
     shutil.rmtree(tmp_path / TRASH)
-    before = nb.quota(tmp_path)
-    assert [row.device_hours for row in before.rows] == [3.0]
-    move_to_trash(tmp_path / names[1])
-    shutil.rmtree(tmp_path / names[2])
-    assert cells(nb.quota(tmp_path)) == cells(before)
+    assert cells(nb.quota(tmp_path)) == [("colab", "2026-11-16", "Tesla T4", 2, 5.0, 5.0)]
 
 
-def test_the_ledger_travels_with_a_bundle_and_counts_once(tmp_path: Path) -> None:
+def test_a_bundle_carries_the_hours_with_its_runs(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     name = "20261119T120000-a-0001"
-    write_run(here, name, events=events(THURSDAY, 1, 1, "kaggle"))
-    deleted = write_run(here, "20261118T120000-b-0002", events=events(THURSDAY, 2, 1, "kaggle"))
-    before = nb.quota(here)
-    shutil.rmtree(deleted.folder)
+    write_run(here, name, events=events(THURSDAY, 1, 2, "kaggle"))
     bundle = nb.pack(tmp_path / "x.bundle", source=here).path
-    # The other session resumed the same run, and has a run of its own.
-    shutil.copytree(here / name, there / name)
-    with (there / name / "events.jsonl").open("a") as file:
-        for event in events(THURSDAY + 9 * HOUR, 3, 1, "kaggle", attempt=2):
-            file.write(json.dumps(event) + "\n")
-    own = events(THURSDAY + 20 * HOUR, 1, 1, "kaggle")
-    write_run(there, "20261120T080000-c-0003", events=own)
-    nb.quota(there)
     for _ in range(2):
-        nb.unpack(bundle, into=there)
-        # Both attempts and the third run; the deleted run overlaps with the first attempt.
-        assert [row.device_hours for row in nb.quota(there).rows] == [7.0]
-        assert [row.used for row in nb.quota(there).rows] == [2 + 3 + 1]
-    fresh = nb.unpack(bundle, into=tmp_path / "fresh")
-    assert not fresh.notes
-    assert cells(nb.quota(tmp_path / "fresh")) == cells(before)
+        assert not nb.unpack(bundle, into=there).notes
+        assert cells(nb.quota(there)) == cells(nb.quota(here))
+    assert [*there.glob("quota*")] == [*here.glob("quota*")] == []
 
 
-def test_a_damaged_ledger_of_a_bundle_is_left_out_and_a_damaged_own_one_is_reported(
-    tmp_path: Path,
-) -> None:
-    here = tmp_path / "here"
-    write_run(here, "20261119T120000-a-0001", events=events(THURSDAY, 1, 1, "kaggle"))
-    (here / LEDGER).write_text('{"x": {"unknown": 1}}')
-    with pytest.raises(RunFileError, match=r"quota\.json cannot be read: TypeError"):
-        nb.quota(here)
-    (here / LEDGER).write_text('{"cut off')
-    with pytest.raises(RunFileError, match=r"quota\.json cannot be read"):
-        nb.quota(here)
-    bundle = nb.pack(tmp_path / "x.bundle", source=here).path
-    unpacked = nb.unpack(bundle, into=tmp_path / "there")
-    assert any("quota.json" in note for note in unpacked.notes)
-    assert nb.quota(tmp_path / "there").rows[0].device_hours == 1.0
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x00\xff not JSON\n",
+        b'{"type": "metrics", "t": 1.0, "values": {}}\n',
+        b'{"type": "run", "t": NaN, "host": "kaggle", "plan": {}}\n',
+        b'{"type": "run", "t": 1e300, "host": "kaggle", "plan": {}}\n',
+        b'{"type": "run", "t": 5.0, "plan": {"devices": 5}}\n',
+        b'{"type": "run", "t": 5.0, "plan": {"devices": ["x"], "device_names": [{}]}}\n',
+    ],
+)
+def test_a_damaged_folder_is_named_and_the_others_count(tmp_path: Path, content: bytes) -> None:
+    write_run(tmp_path, "20261119T120000-a-0001", events=events(THURSDAY, 1, 1, "colab"))
+    damaged = write_run(tmp_path, "20261119T130000-b-0002")
+    damaged.events.write_bytes(content)
+    quota = nb.quota(tmp_path)
+    assert [row.device_hours for row in quota.rows] == [1.0]
+    assert quota.skipped == ("20261119T130000-b-0002",)
+    assert "not counted: 1 folder with unreadable events: 20261119T130000-b" in repr(quota)
+
+
+def test_events_that_are_no_file_do_not_block(tmp_path: Path) -> None:
+    for name, make in {"fifo": os.mkfifo, "folder": os.mkdir}.items():
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / "events.jsonl")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "events.jsonl").symlink_to(tmp_path / "nowhere")
+    assert nb.quota(tmp_path).skipped == ("fifo", "link")
 
 
 def test_wrong_calls_are_refused(tmp_path: Path) -> None:
@@ -166,18 +170,14 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
 
 def test_real_runs_on_the_cpu_are_listed_with_no_gpu_hours(tmp_path: Path) -> None:
     settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path)}
-    result = nb.launch(train, settings, processes=2)
+    nb.launch(train, settings, processes=2)
     space = {"optim.lr": {"type": "float", "low": 0.1, "high": 0.9}}
     found = {"study": {"metric": "value", "direction": "maximize"}, "space": space}
-    swept = nb.sweep(train, {**settings, "runtime.quota_hours": 30}, found, n_trials=3)
-    (row,) = nb.quota(tmp_path).rows
+    nb.sweep(train, settings, found, n_trials=3)
+    quota = nb.quota(tmp_path)
+    (row,) = quota.rows
     assert (row.device, row.runs, row.device_hours, row.used) == ("CPU", 4, 0.0, 0.0)
-    ledger = read_ledger(tmp_path)
-    (entry,) = (one for one in ledger.values() if one.run == result.paths.run_id)
-    assert entry.seconds == pytest.approx(result.seconds, abs=0.5)
-    assert entry.completed
-    notes = (swept.paths.folder / "events.jsonl").read_text()
-    assert "this sweep will cost about 0 of your 30 GPU hours" in notes
+    assert quota.skipped == ()
     printed = command(tmp_path, "quota", "--source", str(tmp_path), "--hours", "30")
     assert printed.returncode == 0, printed.stderr
     assert printed.stdout.split()[:2] == ["host", "week"]
@@ -205,9 +205,12 @@ def test_a_killed_run_counts_until_its_last_event(tmp_path: Path) -> None:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    (usage,) = update_ledger(tmp_path)
-    assert not usage.completed
-    assert 0 < usage.seconds < 60
+    # As if it had run on a GPU.
+    (record,) = tmp_path.glob("*/events.jsonl")
+    first, *others = map(json.loads, record.read_text().splitlines())
+    first["plan"] |= {"devices": ["GPU-0"], "device_names": ["Tesla T4"]}
+    record.write_text("".join(json.dumps(event) + "\n" for event in (first, *others)))
+    assert 0 < sum(row.device_hours for row in nb.quota(tmp_path).rows) < 60 / HOUR
 
 
 def test_the_cost_of_a_search_is_told_in_hours_of_the_quota() -> None:
