@@ -115,9 +115,9 @@ class Host:
     tpu_reason: str = ""
     """How the TPU was detected; empty without a TPU."""
     is_rank: bool = False
-    """Whether torchrun, horovodrun, Slurm or Ray started this process as a rank. A launch then
-    runs the training function in this process."""
-    rank_reason: str = "no torchrun, horovodrun, Slurm step or Ray worker started this process"
+    """Whether torchrun, Slurm or Ray started this process as a rank. A launch then runs the
+    training function in this process."""
+    rank_reason: str = "no torchrun, Slurm step or Ray worker started this process"
     """The reason for :attr:`is_rank`."""
     rank: int = 0
     """The number of this rank, if :attr:`is_rank`."""
@@ -298,7 +298,7 @@ def _tpu(environ: Mapping[str, str], root: Path) -> str:
 
 def _rank_fields(environ: Mapping[str, str], kernel: bool) -> dict[str, Any]:
     """Return the fields of a Host about the rank as which this process was started."""
-    fields = _torch_rank(environ) or _horovod_rank(environ) or _slurm_rank(environ)
+    fields = _torch_rank(environ) or _slurm_rank(environ)
     if fields and kernel:
         # A kernel inherits its server's variables.
         return {"rank_reason": f"{fields['rank_reason']}, but stale: a kernel is not a rank"}
@@ -313,16 +313,6 @@ def _torch_rank(environ: Mapping[str, str]) -> dict[str, Any]:
     by = "torchrun (TORCHELASTIC_RUN_ID is set)" if elastic else "variables"
     local, here = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE")
     return _started(f"{by}: RANK={rank}, WORLD_SIZE={world}", (rank, world), (local, here))
-
-
-def _horovod_rank(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of a process of ``horovodrun`` over gloo; MPI sets other variables."""
-    rank, world = _number(environ, "HOROVOD_RANK"), _number(environ, "HOROVOD_SIZE")
-    if rank is None or world is None:
-        return {}
-    reason = f"horovodrun: HOROVOD_RANK={rank}, HOROVOD_SIZE={world}"
-    local, here = _number(environ, "HOROVOD_LOCAL_RANK"), _number(environ, "HOROVOD_LOCAL_SIZE")
-    return _started(reason, (rank, world), (local, here))
 
 
 def _slurm_rank(environ: Mapping[str, str]) -> dict[str, Any]:

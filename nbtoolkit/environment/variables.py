@@ -22,7 +22,7 @@ _STALE = (
     | {"TPU_NAME", "PJRT_DEVICE", "COLAB_TPU_ADDR", "XRT_TPU_CONFIG"}
 )
 _MPI = ("PMI_", "PMIX_", "OMPI_", "MV2_")
-_STALE_PREFIXES = ("TORCHELASTIC_", "SLURM_", "FSDP_", "ACCELERATE_", "HOROVOD_", *_MPI)
+_STALE_PREFIXES = ("TORCHELASTIC_", "SLURM_", "FSDP_", "ACCELERATE_", *_MPI)
 
 
 @dataclass(frozen=True, kw_only=True)

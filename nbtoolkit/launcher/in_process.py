@@ -43,7 +43,6 @@ from nbtoolkit.worker.attempt_store import attempt_store
 from nbtoolkit.worker.channel import GroupChannel, RecordChannel
 from nbtoolkit.worker.collectives import broadcast
 from nbtoolkit.worker.context import RunContext
-from nbtoolkit.worker.horovod_rendezvous import horovod_address
 from nbtoolkit.worker.main import call_function, join_group, seed_everything
 from nbtoolkit.worker.process_group import leave_group, torchrun_conditions
 
@@ -409,7 +408,7 @@ def _join(plan: LaunchPlan, host: Host) -> None:
 def rendezvous(host: Host, hardware: Hardware, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that torch.distributed and accelerate need and the launcher did not set.
 
-    srun sets none of them, and horovodrun others.
+    srun sets none of them.
 
     A task that sees one GPU (``srun --gpus-per-task=1``) has local rank 0, since the GPU is
     ``cuda:0`` there.
@@ -418,15 +417,14 @@ def rendezvous(host: Host, hardware: Hardware, environ: Mapping[str, str]) -> di
         return {}
     step = int(environ.get("SLURM_JOB_ID", "0")) * 31 + int(environ.get("SLURM_STEP_ID", "0"))
     first = first_node(environ.get("SLURM_STEP_NODELIST", "")) or "127.0.0.1"
-    # The port is the same on all ranks, and rarely the same for two steps.
-    address, port = horovod_address(host.rank, environ) or (first, str(20000 + step % 10000))
     variables = {
         "RANK": str(host.rank),
         "LOCAL_RANK": "0" if len(hardware.devices) == 1 else str(host.local_rank),
         "WORLD_SIZE": str(host.world_size),
         "LOCAL_WORLD_SIZE": str(host.local_world_size),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
+        "MASTER_ADDR": first,
+        # The same on all ranks, and rarely the same for two steps.
+        "MASTER_PORT": str(20000 + step % 10000),
     }
     return {name: value for name, value in variables.items() if name not in environ}
 

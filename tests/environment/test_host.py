@@ -30,12 +30,6 @@ TORCHRUN = {
     "WORLD_SIZE": "4",
     "LOCAL_WORLD_SIZE": "2",
 }
-HOROVODRUN = {
-    "HOROVOD_RANK": "3",
-    "HOROVOD_LOCAL_RANK": "1",
-    "HOROVOD_SIZE": "4",
-    "HOROVOD_LOCAL_SIZE": "2",
-}
 SRUN = {
     "SLURM_JOB_ID": "77",
     "SLURM_PROCID": "2",
@@ -164,7 +158,6 @@ def test_a_folder_that_is_not_there_is_not_offered(root: Path) -> None:
     [
         (TORCHRUN, "torchrun (TORCHELASTIC_RUN_ID is set): RANK=3", 3, 4, 1, 2),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "variables: RANK=0, WORLD_SIZE=2", 0, 2, 0, 1),  # Ray
-        (HOROVODRUN, "horovodrun: HOROVOD_RANK=3, HOROVOD_SIZE=4", 3, 4, 1, 2),
         (SRUN, "srun: SLURM_PROCID=2", 2, 4, 0, 1),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4"}, "srun: SLURM_PROCID=2", 2, 4, 0, 4),
         ({**SRUN, **UNEVEN, "SLURM_NODEID": "1"}, "srun: SLURM_PROCID=2", 2, 4, 0, 2),

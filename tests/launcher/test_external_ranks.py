@@ -20,12 +20,10 @@ from kernels import descendants
 from machines import T4, machine
 
 from nbtoolkit.attach import attach
-from nbtoolkit.errors import GroupStartFailed
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.in_process import first_node, rendezvous
 from nbtoolkit.run.events import EventReader
 from nbtoolkit.run.paths import RunPaths, read_json
-from nbtoolkit.worker.horovod_rendezvous import horovod_address
 
 SCRIPT = str(Path(__file__).parents[1] / "support/in_place.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -295,14 +293,6 @@ def test_what_the_launcher_said_is_left_alone() -> None:
 def test_a_task_bound_to_one_gpu_has_it_as_the_first() -> None:
     assert places(task(1), T4)["LOCAL_RANK"] == "0"
     assert places(task(1), T4, T4)["LOCAL_RANK"] == "1"
-
-
-def test_horovodrun_with_ranks_that_come_and_go_is_refused() -> None:
-    """Ranks of horovodrun itself: tests/cluster/test_horovod.py."""
-    store = {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": "1"}
-    with pytest.raises(GroupStartFailed, match="horovodrun was started with --min-np"):
-        horovod_address(0, {**store, "HOROVOD_ELASTIC": "1"})
-    assert horovod_address(0, {}) is None
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def test_every_shell_line_is_a_command_with_options_that_exist(page: Path) -> No
                 assert set(words) <= targets, line
             else:
                 known = {"", "(python", "git", "kaggle", "pgrep", "pip", "python", "cd"}
-                known |= {"torchrun", "horovodrun"}
+                known |= {"torchrun"}
                 assert program in known, line
 
 

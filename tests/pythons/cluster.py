@@ -1,4 +1,4 @@
-"""Run tests/cluster with Ray, DeepSpeed, Horovod and PostgreSQL's driver: ``make test-cluster``.
+"""Run tests/cluster with Ray, DeepSpeed and PostgreSQL's driver: ``make test-cluster``.
 
     python -m tests.pythons.cluster [PYTEST ARGUMENTS]
 
@@ -7,10 +7,9 @@ The environment is built once, in ``build/cluster``, as that of tests/pythons/in
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
-from tests.pythons.environments import ROOT, run_uv
+from tests.pythons.environments import ROOT
 from tests.pythons.integrations import build, run_beside
 
 FOLDER = ROOT / "build/cluster"
@@ -22,21 +21,13 @@ TESTS = (
 
 
 def complete() -> None:
-    """Build the environment, with Horovod; where that cannot be built, its tests are skipped."""
+    """Build the environment."""
     build(FOLDER, "cluster")
     python = FOLDER / "venv/bin/python"
     # The scripts of recipes call it, and torch itself is the other Python's.
     torchrun = FOLDER / "venv/bin/torchrun"
     torchrun.write_text(f"#!{python}\nfrom torch.distributed.run import main\nmain()\n")
     torchrun.chmod(0o755)
-    there = subprocess.run([python, "-c", "import horovod.torch"], capture_output=True, check=False)
-    if there.returncode == 0:
-        return
-    print("building Horovod (minutes the first time)", flush=True)
-    run_uv("pip", "install", "--python", python, "pip", "cloudpickle", "psutil", "packaging")
-    script, folder = ROOT / "tests/cluster/build_horovod.sh", FOLDER / "horovod"
-    if subprocess.run([script, python, folder], check=False).returncode:
-        print("HOROVOD COULD NOT BE BUILT: ITS TESTS ARE SKIPPED", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
