@@ -187,7 +187,7 @@ class Activity:
             pid = pids.pop()
             pids += families.get(pid, ())
             if (fields := process_fields(pid)) is not None:
-                work[pid] = [*fields[_WORK], _io_counters(pid)]
+                work[pid] = [*fields[_WORK], io_counters(pid)]
                 waits |= fields[STATE] in "DR"
         return work, waits
 
@@ -240,7 +240,8 @@ def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _io_counters(pid: int) -> str:
+def io_counters(pid: int) -> str:
+    """Return what a process has read and written so far, as text to compare; empty if unknown."""
     try:
         return Path(f"/proc/{pid}/io").read_text()
     except OSError:  # the process has ended, or the kernel has no such file

@@ -8,7 +8,7 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -286,68 +286,131 @@ def _last_stack(path: Path) -> str:
     return textwrap.indent(without_launcher(crash), "    ")
 
 
-def hang_failure(ranks: list[RankView], stacks: str, timeout: float, paths: RunPaths) -> Failure:
-    """Return the failure for hung ranks."""
-    names = " and ".join(str(rank.rank) for rank in ranks)
+def hang_failure(
+    hung: list[RankView],
+    ranks: list[RankView],
+    stacks: Mapping[int, str],
+    timeout: float,
+    paths: RunPaths,
+) -> Failure:
+    """Return the failure for hung ranks.
+
+    Args:
+        hung: the ranks that others wait for.
+        ranks: all ranks.
+        stacks: of each rank, as it has written them.
+        timeout: the seconds for which they were idle.
+        paths: of the run.
+    """
     error = WorkerHung(
-        f"rank {names} sent nothing and used under 1% CPU for {timeout:g} s while another rank "
-        f"waits for it or has returned\n{stacks}",
+        f"{_names(hung)} sent nothing and used under 1% CPU for {timeout:g} s while another rank "
+        f"waits for it or has returned\n{format_states(ranks, stacks)}",
         allowed="a rank that computes; a rank that waits inside `with "
         "ctx.pause_hang_detection(...)`; any wait shorter than runtime.hang_timeout",
-        do=f"compare the ranks' stacks, and read {paths.log(ranks[0].rank)}",
+        do=f"compare the ranks' stacks, and read {paths.log(hung[0].rank)}",
     )
-    return Failure(pack_error(error), ranks[0].rank)
+    return Failure(pack_error(error), hung[0].rank)
 
 
-def refuse_lone_call(
-    asking: list[RankView], others: list[RankView], places: dict[int, str]
-) -> messages.CallRefused:
+def start_failure(
+    blocked: list[RankView], stacks: Mapping[int, str], timeout: float, paths: RunPaths
+) -> Failure:
+    """Return the failure for ranks that block while they load the training function."""
+    error = WorkerHung(
+        f"{_names(blocked)} did not start: for {timeout:g} s it was idle while it loaded the "
+        f"training function and the modules that this imports\n"
+        f"{format_states(blocked, stacks)}",
+        allowed="modules that load without waiting for a lock, a download or a disk for longer "
+        "than runtime.hang_timeout",
+        do=f"find the import in the stack, and read {paths.log(blocked[0].rank)}",
+    )
+    return Failure(pack_error(error), blocked[0].rank)
+
+
+def deadlock_failure(waiting: list[RankView], over: list[RankView], paths: RunPaths) -> Failure:
+    """Return the failure for ranks that wait in different calls, or for a rank that has ended."""
+    what = "the ranks wait for each other in different calls: "
+    if over:
+        what = "a rank waits for a rank that has returned: "
+    calls = [f"rank {rank.rank} {_state(rank)}" for rank in [*waiting, *over]]
+    forks = _where_stacks_fork(waiting)
+    error = WorkerHung(
+        what + "; ".join(calls) + "".join(f"\n  {line}" for line in forks),
+        allowed=_TOGETHER_CALLS,
+        do=f"at these lines or before them, find a call that only some ranks make, for example "
+        f"under `if ctx.is_main:`, and make it on all ranks; {_ALONE}; the ranks' stacks are in "
+        f"{paths.stacks(waiting[0].rank)} and the other ranks' folders",
+    )
+    return Failure(pack_error(error), waiting[0].rank)
+
+
+def refuse_lone_call(asking: list[RankView], others: list[RankView]) -> messages.CallRefused:
     """Return the reply to ranks that wait in a call which the other ranks cannot reach.
 
     Args:
         asking: the ranks in the call.
         others: ranks that have returned, or wait in a collective.
-        places: the user's line at which each of those waits, by rank.
     """
     question = asking[0].asking
     assert question is not None
-    verb = {"report": "ctx.report", "check": "ctx.raise_if_stopped"}.get(question.call, "ctx.save")
+    verb = _verb(question)
     here = ", ".join(str(rank.rank) for rank in asking)
-    there = ", ".join(f"{rank.rank} ({_where(rank, places)})" for rank in others)
+    there = ", ".join(f"{rank.rank} (which {_state(rank)})" for rank in others)
     call = f"{verb} at {question.where} was called on rank {here} only; it waits for rank {there}"
-    if 0 not in places:
+    first = others[0]
+    if first.rank != 0 or first.over or not first.waits_at:
         return messages.CallRefused(
             what=call,
             allowed=f"all ranks call {verb}, in the same order",
             do="move the call out of `if ctx.is_main:`, so that all ranks make it",
         )
     return messages.CallRefused(
-        what=f"rank 0 waits at {places[0]} for the other ranks, but {call}",
+        what=f"rank 0 waits at {first.waits_at} for the other ranks, but {call}",
         allowed=_TOGETHER_CALLS,
-        do=f"move the call at {places[0]} out of `if ctx.is_main:`; {_ALONE}",
+        do=f"move the call at {first.waits_at} out of `if ctx.is_main:`; {_ALONE}",
     )
 
 
-def deadlock_failure(places: dict[int, str], over: list[RankView]) -> Failure:
-    """Return the failure for ranks that wait at different lines, or for a rank that has ended."""
-    waiting = [f"rank {rank} at {place}" for rank, place in places.items()]
-    returned = [f"rank {rank.rank} has returned" for rank in over]
-    what = "the ranks wait for each other in different calls: "
-    if returned:
-        what = "a rank waits for a rank that has returned: "
-    error = WorkerHung(
-        what + "; ".join([*waiting, *returned]),
-        allowed=_TOGETHER_CALLS,
-        do=f"at these lines or before them, find a call that only some ranks make, for example "
-        f"under `if ctx.is_main:`, and make it on all ranks; {_ALONE}",
-    )
-    return Failure(pack_error(error), min(places))
+def _verb(question: messages.Question) -> str:
+    return {"report": "ctx.report", "check": "ctx.raise_if_stopped"}.get(question.call, "ctx.save")
 
 
-def _where(rank: RankView, places: dict[int, str]) -> str:
+def _names(ranks: list[RankView]) -> str:
+    return "rank " + " and ".join(str(rank.rank) for rank in ranks)
+
+
+def _state(rank: RankView) -> str:
+    """Return what a rank does, as it has said itself."""
     if rank.over:
-        return "which has returned"
-    return f"which waits in another collective, at {places[rank.rank]}"
+        return "has returned"
+    if rank.asking is not None:
+        return f"waits in {_verb(rank.asking)} at {rank.asking.where}"
+    if rank.waits_at:
+        return f"waits in collective number {rank.collectives} at {rank.waits_at}"
+    return f"has started {rank.collectives} collectives"
+
+
+def _where_stacks_fork(ranks: list[RankView]) -> list[str]:
+    """Return the first frame in which each rank differs, if the user's line is the same for all.
+
+    The ranks are then in one call of a library, which does different things on them.
+    """
+    if len({rank.waits_at for rank in ranks}) > 1:
+        return []
+    for frames in itertools.zip_longest(*(rank.stack for rank in ranks), fillvalue="(no frame)"):
+        if len(set(frames)) > 1:
+            return [f"rank {r.rank}: {frame}" for r, frame in zip(ranks, frames, strict=True)]
+    return []
+
+
+def format_states(ranks: list[RankView], stacks: Mapping[int, str]) -> str:
+    """Return what each rank does, and its stack, as one text."""
+    texts = [
+        f"--- rank {rank.rank} {_state(rank)}; its stack ---\n"
+        f"{without_launcher(stacks.get(rank.rank, '')) or '(none)'}"
+        for rank in ranks
+    ]
+    return "\n".join(texts)
 
 
 def refuse_different_calls(questions: Sequence[messages.Question]) -> messages.CallRefused:

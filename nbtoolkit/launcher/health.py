@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
-import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.environment import resources
-from nbtoolkit.environment.installed import installed_roots
 from nbtoolkit.environment.plan import GroupFailure
 from nbtoolkit.environment.resources import SYSTEM_TIME, USER_TIME, process_fields
 from nbtoolkit.launcher import failures
@@ -28,32 +24,19 @@ if TYPE_CHECKING:
 BUSY_SHARE = 0.01  # of one core
 
 # Seconds that a rank gets to write its stacks, which takes milliseconds on a quiet machine. A late
-# rank would count as one that does not wait for others, and be blamed.
+# rank would count as one that is stopped, and be blamed.
 _STACK_SECONDS = 2.0
 _UNSEEN_SECONDS = 10.0
-
-# Innermost Python frames of a rank that waits for others. DDP waits for its buckets inside the
-# backward call. Its own file counts as the innermost frame only: the model's forward is below it.
-_WAITING = re.compile(
-    r'File ".*/torch/distributed/.*", line \d+ in'
-    r'|File ".*/torch/autograd/graph\.py", line \d+ in _engine_run_backward'
-)
-_DDP = re.compile(r'File ".*/torch/nn/parallel/distributed\.py", line \d+ in')
-_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in')
-_NOT_THE_USERS = (
-    os.path.dirname(os.path.dirname(__file__)) + os.sep,
-    os.path.dirname(os.__file__) + os.sep,
-)
 
 
 class HangDetector:
     """Detects hung ranks.
 
     A rank is hung if for ``hang_timeout`` it sent no message and used under 1 % CPU while another
-    rank waits for it. A rank waits if it has started more collectives than another one; this also
-    holds on a GPU, where a waiting rank spins in ``.item()`` and uses a whole core. A rank also
-    waits if its stack ends in a collective; faulthandler writes the stack even while the rank is
-    blocked in C++. A rank that has returned also waits: its run ends when all ranks have returned.
+    rank waits for it. A rank waits if it says so (it asks, or its heartbeat names the collective
+    that it is in), or if it has started more collectives than another one; this also holds on a
+    GPU, where a waiting rank spins in ``.item()`` and uses a whole core. A rank that has returned
+    also waits: its run ends when all ranks have returned.
     """
 
     def __init__(self, worker_group: WorkerGroup, paths: RunPaths, hang_timeout: float) -> None:
@@ -63,9 +46,8 @@ class HangDetector:
         self._window = min(2.0, max(0.5, hang_timeout / 8))
         self._sampled_at = time.monotonic()
         self._cpu = {rank.rank: 0.0 for rank in worker_group.ranks}
+        self._input = {rank.rank: "" for rank in worker_group.ranks}
         self.idle_since = {rank.rank: time.monotonic() for rank in worker_group.ranks}
-        self._looked_at = -math.inf
-        self._stacks: dict[int, str] = {}
         self._warned = False
 
     def sample(self) -> None:
@@ -81,7 +63,7 @@ class HangDetector:
             # waits on a GPU spins.
             busy = abs(used - self._cpu[rank]) >= least and not self._is_ahead(view)
             # After a gap (this process got no CPU, or the machine slept) nothing is known.
-            if busy or view.long or gap > _UNSEEN_SECONDS:
+            if busy or view.long or gap > _UNSEEN_SECONDS or self._has_read(view):
                 self.idle_since[rank] = now
             self._cpu[rank] = used
         self._sampled_at = now
@@ -91,59 +73,67 @@ class HangDetector:
         ends = [other.ended_at or 0.0 for other in self._worker_group.ranks]
         return time.monotonic() - max(rank.heard_at, self.idle_since[rank.rank], *ends)
 
-    def hung(self) -> tuple[list[RankView], str] | None:
-        """Return the hung ranks and all stacks; None if no rank is hung."""
-        return self._stuck(self._timeout)
+    def waits(self, rank: RankView) -> bool:
+        """Return whether the rank waits for others, as far as it is known."""
+        return rank.asking is not None or rank.waits_at != "" or self._is_ahead(rank)
+
+    def hung(self) -> failures.Failure | None:
+        """Return the failure for the hung ranks; None if no rank is hung."""
+        if (stuck := self._stuck(self._timeout)) is None:
+            return None
+        stacks = self.stacks()
+        stopped = [rank for rank in stuck if not stacks[rank.rank]]  # such as by SIGSTOP
+        ranks = self._worker_group.ranks
+        return failures.hang_failure(stopped or stuck, ranks, stacks, self._timeout, self._paths)
 
     def warning(self) -> str | None:
         """Return a warning, once, at half the timeout; None before."""
         if self._warned or (stuck := self._stuck(self._timeout / 2)) is None:
             return None
         self._warned = True
-        ranks, stacks = stuck
-        names = " and ".join(str(rank.rank) for rank in ranks)
+        names = " and ".join(str(rank.rank) for rank in stuck)
         return (
             f"rank {names} silent and idle for {self._timeout / 2:g} s while another rank waits "
             f"or has returned; after {self._timeout:g} s it counts as hung (runtime.hang_timeout; "
-            f"`with ctx.pause_hang_detection(...)` suspends this)\n{stacks}"
+            f"`with ctx.pause_hang_detection(...)` suspends this)\n"
+            f"{failures.format_states(self._worker_group.ranks, self.stacks())}"
         )
-
-    def waiting(self, ranks: list[RankView]) -> dict[int, str]:
-        """Return which of ``ranks`` wait in a collective, with the user's line: rank -> line."""
-        stacks = self.stacks()
-        return {
-            rank.rank: user_line(stacks[rank.rank])
-            for rank in ranks
-            if self._is_ahead(rank) or is_waiting(stacks[rank.rank])
-        }
 
     def _is_ahead(self, rank: RankView) -> bool:
         """True if the rank has started a collective that another rank has not."""
         return rank.collectives > min(other.collectives for other in self._worker_group.ranks)
 
-    def _stuck(self, seconds: float) -> tuple[list[RankView], str] | None:
+    def _has_read(self, rank: RankView) -> bool:
+        """True if a rank that loads the function has read or written since the last call.
+
+        A slow disk needs little CPU. Later the user's threads may write, whatever the rank does.
+        """
+        if rank.phase == "user" or rank.pid is None:
+            return False
+        before = self._input[rank.rank]
+        self._input[rank.rank] = resources.io_counters(rank.pid)
+        return self._input[rank.rank] != before
+
+    def _stuck(self, seconds: float) -> list[RankView] | None:
+        """Return the ranks that others have waited for; None: there are none."""
         alive = [rank for rank in self._worker_group.ranks if not rank.over]
         quiet = [rank for rank in alive if not rank.asking and self.silence(rank) >= seconds]
         if not quiet or len(self._worker_group.ranks) == 1:
             return None
-        stacks, elsewhere = self.stacks(), self.waiting(alive)
-        waiting = [rank for rank in alive if rank.asking or rank.rank in elsewhere]
-        blocked = [rank for rank in quiet if rank not in waiting]
-        returned = len(alive) < len(self._worker_group.ranks)
-        # Ranks that only wait are healthy while another rank works. If all of them wait, in
-        # different collectives, none can continue.
-        if not (waiting or returned) or (not blocked and len(quiet) < len(alive)):
+        blocked = [rank for rank in quiet if not self.waits(rank)]
+        if blocked:
+            others_wait = any(self.waits(rank) for rank in alive)
+            returned = len(alive) < len(self._worker_group.ranks)
+            return blocked if others_wait or returned else None
+        # Ranks that only wait are healthy while another rank works. If all of them wait, none can
+        # continue; those that have started the fewest collectives hold up the others.
+        if len(quiet) < len(alive):
             return None
-        return (blocked or quiet), format_stacks(stacks)
+        least = min(rank.collectives for rank in quiet)
+        return [rank for rank in quiet if rank.collectives == least]
 
     def stacks(self) -> dict[int, str]:
-        """Return all ranks' stacks, at most one window old: a request interrupts the ranks."""
-        if time.monotonic() - self._looked_at >= self._window:
-            self._stacks = self._ask_for_stacks()
-            self._looked_at = time.monotonic()
-        return self._stacks
-
-    def _ask_for_stacks(self) -> dict[int, str]:
+        """Let all ranks write their stacks to their files, and return what they wrote."""
         marks = {
             rank.rank: _size(self._paths.stacks(rank.rank)) for rank in self._worker_group.ranks
         }
@@ -155,8 +145,11 @@ class HangDetector:
         ):
             time.sleep(0.01)
         time.sleep(0.02)  # until the writes are complete
+        # To write stacks is not a sign of life.
         for rank, used in self._cpu_seconds().items():
-            self._cpu[rank] += used - before[rank]  # writing stacks is not a sign of life
+            self._cpu[rank] += used - before[rank]
+        for view in self._worker_group.ranks:
+            self._has_read(view)
         return {rank: _tail(self._paths.stacks(rank), mark) for rank, mark in marks.items()}
 
     def _cpu_seconds(self) -> dict[int, float]:
@@ -166,37 +159,6 @@ class HangDetector:
             rank.rank: resources.tree_seconds(rank.pid, families) if rank.pid is not None else 0.0
             for rank in self._worker_group.ranks
         }
-
-
-def is_waiting(stack: str) -> bool:
-    """Return True if a faulthandler dump shows the main thread waiting for other ranks."""
-    frames = _frames(stack)
-    inside_torch = itertools.takewhile(lambda frame: "/torch/" in frame, frames)  # innermost first
-    return any(_WAITING.search(frame) for frame in inside_torch) or any(
-        _DDP.search(frame) for frame in frames[:1]
-    )
-
-
-def user_line(stack: str) -> str:
-    """Return the main thread's line in the user's code, ``file:line``; empty without a stack."""
-    places = [found for frame in _frames(stack) if (found := _FRAME.search(frame))]
-    foreign = (*_NOT_THE_USERS, *installed_roots())
-    users = [place for place in places if not place["file"].startswith(foreign)]
-    return next((f"{place['file']}:{place['line']}" for place in users or places), "")
-
-
-def _frames(stack: str) -> list[str]:
-    """Return the main thread's frames, innermost first, down to the user's function."""
-    main = stack.rpartition("Current thread")[2] or stack
-    return [line for line in failures.without_launcher(main).splitlines() if "File " in line]
-
-
-def format_stacks(stacks: dict[int, str]) -> str:
-    """Return all ranks' stacks as one text."""
-    return "\n".join(
-        f"--- stack of rank {rank} ---\n{failures.without_launcher(text) or '(none)'}"
-        for rank, text in stacks.items()
-    )
 
 
 def _size(path: Path) -> int:
@@ -269,8 +231,17 @@ START_SECONDS = 30.0
 NCCL_START_SECONDS = 90.0
 # With a busy rank, so many times as long: NCCL spins while it waits for a hung rank.
 _BUSY_FACTOR = 4
+# Idle seconds after which the user is told of a rank that has not started.
+NOT_STARTED_SECONDS = 10.0
 # Seconds that a rank waits in ctx.report before the other ranks are checked.
 MISSING_SECONDS = 4.0
+
+# What a rank does in the phases before the training function is called.
+_STARTING = {
+    "none": "its process has not come up",
+    "started": "it waits to join the process group",
+    "group": "it loads the training function and the modules that this imports",
+}
 
 
 class LateGroup(GroupFailure):
@@ -302,6 +273,7 @@ class HealthMonitor:
         self._hang_timeout: float = config.runtime.hang_timeout
         self._hangs = HangDetector(worker_group, record.paths, self._hang_timeout)
         self._monitor = DeviceMonitor(worker_group, record, on=config.tracking.device_metrics)
+        self._told_of_start = False
 
     def check(self) -> failures.Failure | LateGroup | None:
         """Check once; return the failure that ends the worker group, or None."""
@@ -310,12 +282,7 @@ class HealthMonitor:
         ranks = self._worker_group.ranks
         if all(rank.phase == "user" or rank.over for rank in ranks):
             return self._check_work()
-        if joining := [rank for rank in ranks if not rank.has_group and not rank.over]:
-            took = time.monotonic() - self._worker_group.started_at
-            idle = min(self._hangs.silence(rank) for rank in joining)
-            if idle > self._start_seconds or took > _BUSY_FACTOR * self._start_seconds:
-                return LateGroup(f"the ranks did not form a group within {took:.0f} s")
-        return None
+        return self._check_start()
 
     def silence(self) -> float:
         """Return the seconds without message or computation of any rank; 0 before user code."""
@@ -324,14 +291,44 @@ class HealthMonitor:
             return 0.0
         return min(self._hangs.silence(rank) for rank in ranks)
 
+    def _check_start(self) -> failures.Failure | LateGroup | None:
+        """Find ranks that block before the training function is called."""
+        ranks = self._worker_group.ranks
+        if joining := [rank for rank in ranks if not rank.has_group and not rank.over]:
+            took = time.monotonic() - self._worker_group.started_at
+            idle = min(self._hangs.silence(rank) for rank in joining)
+            if idle > self._start_seconds or took > _BUSY_FACTOR * self._start_seconds:
+                return LateGroup(f"the ranks did not form a group within {took:.0f} s")
+        starting = [rank for rank in ranks if rank.phase in _STARTING]
+        idle_ranks = self._idle(starting, NOT_STARTED_SECONDS)
+        if idle_ranks and not self._told_of_start:
+            self._told_of_start = True
+            self._record.note(self._not_started(idle_ranks), level="warning")
+        loading = [rank for rank in ranks if rank.phase == "group"]
+        if blocked := self._idle(loading, self._hang_timeout):
+            stacks = self._hangs.stacks()
+            return failures.start_failure(blocked, stacks, self._hang_timeout, self._record.paths)
+        return None
+
+    def _idle(self, ranks: list[RankView], seconds: float) -> list[RankView]:
+        return [rank for rank in ranks if self._hangs.silence(rank) >= seconds]
+
+    def _not_started(self, ranks: list[RankView]) -> str:
+        self._hangs.stacks()
+        lines = [
+            f"rank {rank.rank} has not started after {self._hangs.silence(rank):.0f} s: "
+            f"{_STARTING[rank.phase]}, and is idle; its stack: "
+            f"{self._record.paths.stacks(rank.rank)}"
+            for rank in ranks
+        ]
+        return "\n".join(lines)
+
     def _check_work(self) -> failures.Failure | None:
         if (failure := self._check_calls()) is not None:
             return failure
         if (warning := self._hangs.warning()) is not None:
             self._record.note(warning, level="warning")
-        if (hung := self._hangs.hung()) is not None:
-            return failures.hang_failure(*hung, self._hang_timeout, self._record.paths)
-        return None
+        return self._hangs.hung()
 
     def _check_calls(self) -> failures.Failure | None:
         """Find ranks that wait for each other in different calls."""
@@ -343,7 +340,7 @@ class HealthMonitor:
         if failed or len(ranks) == 1 or len(over) == len(ranks):
             return None
         if asking and over:
-            self._worker_group.reply(failures.refuse_lone_call(asking, over, {}))
+            self._worker_group.reply(failures.refuse_lone_call(asking, over))
             return None
         if not others:
             return None
@@ -351,10 +348,15 @@ class HealthMonitor:
         idle = min(self._hangs.silence(rank) for rank in others)
         if waited < MISSING_SECONDS or idle < MISSING_SECONDS / (2 if asking else 1):
             return None
-        places = self._hangs.waiting(others)
-        if asking and places:
-            there = [rank for rank in others if rank.rank in places]
-            self._worker_group.reply(failures.refuse_lone_call(asking, there, places))
-        elif len(places) == len(others) and (over or len(set(places.values())) > 1):
-            return failures.deadlock_failure(places, over)
+        waiting = [rank for rank in others if self._hangs.waits(rank)]
+        if asking and waiting:
+            self._worker_group.reply(failures.refuse_lone_call(asking, waiting))
+        elif len(waiting) == len(others) and (over or _in_different_calls(others)):
+            self._hangs.stacks()
+            return failures.deadlock_failure(others, over, self._record.paths)
         return None
+
+
+def _in_different_calls(ranks: list[RankView]) -> bool:
+    """Return whether ranks that wait have come to different collectives or by different lines."""
+    return len({(rank.collectives, rank.stack) for rank in ranks}) > 1

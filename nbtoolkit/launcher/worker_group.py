@@ -49,6 +49,10 @@ class RankView:
     """True in a loop in which more accumulation steps need less memory."""
     collectives: int = 0
     """Number of collectives of the default process group that it has started."""
+    waits_at: str = ""
+    """The user's line, if the rank says that it waits in a collective; else empty."""
+    stack: tuple[str, ...] = ()
+    """The frames of that call, from the training function on."""
     asking: messages.Question | None = None
     """The question it waits with; the answer comes when every rank asks."""
     last_word: messages.LastWord | None = None
@@ -79,7 +83,8 @@ class RankView:
             case messages.Question():
                 self.asking = message
             case messages.CollectivesStarted():
-                self.collectives = message.count
+                self.collectives, self.waits_at = message.count, message.where
+                self.stack = tuple(message.stack)
             case messages.Accumulates():
                 self.accumulates = message.entered
             case messages.LongOperation():

@@ -69,9 +69,15 @@ class ModulesImported(Statement):
 
 
 class CollectivesStarted(Statement):
-    """The number of collectives of the default process group that the rank has started."""
+    """The number of collectives of the default process group that the rank has started.
+
+    ``where``: the line of the user's call, if the rank has waited in a collective since its last
+    heartbeat, else empty; ``stack``: its frames from the training function on.
+    """
 
     count: int
+    where: str = ""
+    stack: list[str] = field(default_factory=list)
 
 
 class LongOperation(Statement):

@@ -110,7 +110,7 @@ def _entry(frame: PackedFrame, inner: types.TracebackType | None) -> types.Trace
 
 def user_line(frames: Sequence[PackedFrame]) -> tuple[str, int] | None:
     """File and line of the innermost frame in the user's code."""
-    users = [frame for frame in frames if _is_users(frame["file"])]
+    users = [frame for frame in frames if is_users(frame["file"])]
     return (users[-1]["file"], users[-1]["line"]) if users else None
 
 
@@ -183,7 +183,7 @@ def _shown(files: Sequence[str], *, explains_itself: bool) -> list[int]:
     They begin in the user's code. If nbtoolkit is among the callees, they are those of the user's
     code, and the innermost one of a library.
     """
-    users = [index for index, file in enumerate(files) if _is_users(file)]
+    users = [index for index, file in enumerate(files) if is_users(file)]
     below = list(range(users[0] if users else 0, len(files)))
     if not any(files[index].startswith(_OUR_FOLDER) for index in below):
         return below
@@ -193,7 +193,7 @@ def _shown(files: Sequence[str], *, explains_itself: bool) -> list[int]:
     return shown or ([] if explains_itself else below)
 
 
-def _is_users(file: str) -> bool:
-    """Whether a file is in no installed package, not in Python and not in nbtoolkit."""
+def is_users(file: str) -> bool:
+    """Return whether a file is in no installed package, not in Python and not in nbtoolkit."""
     foreign = (*installed_roots(), sysconfig.get_path("stdlib"), *_NOT_OUTSIDE)
     return not file.startswith(foreign)

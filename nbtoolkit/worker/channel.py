@@ -15,6 +15,7 @@ from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.signals import SignalFlag, describe_signal
 from nbtoolkit.run.transport import Connection
 from nbtoolkit.worker.collectives import new_gloo_group
+from nbtoolkit.worker.waiting import waiting_place
 
 # --- channel ---
 
@@ -222,10 +223,11 @@ SECONDS = 1.0  # between two checks; one takes 0.1 ms
 
 @contextlib.contextmanager
 def heartbeat(channel: Channel, ranks: int) -> Iterator[None]:
-    """Send the number of collectives that the rank has started, whenever it has changed.
+    """Send how many collectives the rank has started, and where it waits in one, when it changes.
 
-    It shows which rank waits for which, even if the stacks do not: on a GPU a collective returns at
-    once, and the rank waits in the next ``.item()``. A thread sends it inside the ``with`` block.
+    The number shows which rank waits for which, even if the place does not: on a GPU a collective
+    returns at once, and the rank waits in the next ``.item()``. A thread sends both inside the
+    ``with`` block.
 
     Args:
         channel: where to send it.
@@ -234,13 +236,18 @@ def heartbeat(channel: Channel, ranks: int) -> Iterator[None]:
     if ranks == 1:
         yield
         return
-    ended, sent = threading.Event(), 0
+    ended, sent = threading.Event(), messages.CollectivesStarted(count=0)
 
     def send() -> None:
         nonlocal sent
-        if (started := started_collectives()) != sent:
-            sent = started
-            channel.send(messages.CollectivesStarted(count=started))
+        count, where, stack = started_collectives(), "", list[str]()
+        # In a collective that began before the last look: most take less than a second.
+        if count == sent.count:
+            where, stack = waiting_place()
+        now = messages.CollectivesStarted(count=count, where=where, stack=stack)
+        if now != sent:
+            sent = now
+            channel.send(now)
 
     def run() -> None:
         while not ended.wait(SECONDS):

@@ -172,6 +172,33 @@ def test_a_module_of_the_user_breaks_at_import(
     assert not [event for event in handle.events() if event.type == "note"]
 
 
+BLOCKS = """
+import os
+if os.environ.get("RANK") == "1":
+    open({fifo!r}).read()
+def train(config, ctx): ...
+"""
+
+
+def test_a_module_of_the_user_blocks_at_import(
+    config: nb.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import that waits, as for a lock or a network disk: the function is never called."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    (tmp_path / "blocks_in_ranks.py").write_text(BLOCKS.format(fifo=str(fifo)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import blocks_in_ranks  # type: ignore[import-not-found]
+
+    handle = begin(blocks_in_ranks.train, config.with_overrides({"runtime.hang_timeout": 12}))
+    with pytest.raises(errors.WorkerHung, match="rank 1 did not start") as caught:
+        handle.result(timeout=SOON)
+    assert f'"{tmp_path}/blocks_in_ranks.py", line 4 in <module>' in str(caught.value)
+    [note] = [event.text for event in handle.events() if event.type == "note"]
+    assert note.startswith("rank 1 has not started after 1")
+    assert str(handle.paths.stacks(1)) in note
+
+
 def test_packages_of_another_python_are_not_the_users_code(home: Path, tmp_path: Path) -> None:
     """A virtual environment may add an image's packages by a .pth file, torch among them."""
     packages = tmp_path / "base/site-packages"
@@ -211,7 +238,7 @@ def test_a_rank_sleeps_while_another_waits(config: nb.Config) -> None:
     with pytest.raises(errors.WorkerHung, match="rank 1 sent nothing") as caught:
         handle.result(timeout=SOON)
     said = str(caught.value)
-    first, second = said.index("stack of rank 0"), said.index("stack of rank 1")
+    first, second = said.index("--- rank 0"), said.index("--- rank 1")
     assert "in barrier" in said[first:second]
     line = line_of(functions.sleeps_while_other_waits, "time.sleep")
     assert f"line {line} in sleeps_while_other_waits" in said[second:]
@@ -219,7 +246,7 @@ def test_a_rank_sleeps_while_another_waits(config: nb.Config) -> None:
     warned = [text for text in warned if "silent and idle" in text]
     assert len(warned) == 1
     assert "rank 1 silent and idle for 0.5 s" in warned[0]
-    assert "stack of rank 0" in warned[0]
+    assert "--- rank 0" in warned[0]
 
 
 def test_a_rank_sleeps_after_another_has_returned(config: nb.Config) -> None:
@@ -250,7 +277,7 @@ def test_who_computes_or_says_so_or_is_not_waited_for_is_not_hung(config: nb.Con
         pytest.param(
             functions.report_and_barrier,
             "ctx.report",
-            "which waits in another collective",
+            "which waits in collective number",
             marks=pytest.mark.long,
         ),
         (functions.report_and_save, "ctx.report", "different calls"),
