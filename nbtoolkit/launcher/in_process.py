@@ -36,7 +36,7 @@ from nbtoolkit.run.payload import JobSpec, RunRequest
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.resume import ChosenRun, write_header
 from nbtoolkit.run.serialization import add_note, pack_error
-from nbtoolkit.run.signals import SignalFlag, catch_termination_signals
+from nbtoolkit.run.signals import SignalFlag, catch_termination_signals, describe_signal
 from nbtoolkit.run.tracebacks import show_users_part
 from nbtoolkit.worker.advice import advice
 from nbtoolkit.worker.attempt_store import attempt_store
@@ -207,24 +207,28 @@ def _train(
 
             torch.cuda.set_device(ctx.device)
         with torchrun_conditions(ctx):
-            _call(train, ctx, record, wait_for_ranks)
+            _call(train, ctx, flag, record, wait_for_ranks)
 
 
 def _call(
     train: Train,
     ctx: RunContext,
+    flag: SignalFlag,
     record: RunRecord | None,
     wait_for_ranks: Callable[[], object],
 ) -> None:
     status = "completed"
     try:
-        value, reads = call_function(train, ctx)
+        with flag.interrupting():
+            value, reads = call_function(train, ctx)
         wait_for_ranks()
         if record is not None:
             ctx.warn_unused_settings(reads)
             record.returned(returned_numbers(value))
-    except RunStopped as stopped:  # on all ranks at the same report
+    except RunStopped as stopped:  # on all ranks at the same report, or at a second SIGTERM
         status = stopped.status
+        if flag.repeated and record is not None:
+            record.request_stop(status, describe_signal(flag.number))
     except KeyboardInterrupt:
         if record is not None:
             record.request_stop("stopped", "interrupted")

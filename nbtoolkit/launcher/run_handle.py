@@ -137,8 +137,8 @@ class RunHandle:
 
         An interrupt asks the ranks to leave. After 5 s, or at a second interrupt, the remaining
         ranks are killed. The call then raises KeyboardInterrupt. In a script, the signals SIGTERM,
-        SIGUSR1 and SIGUSR2 also ask the ranks to leave, with the status ``"deadline"``. This does
-        not apply to signals for which you have installed a handler.
+        SIGUSR1 and SIGUSR2 also ask the ranks to leave, with the status ``"deadline"``; a second
+        SIGTERM kills them. This does not apply to signals for which you have installed a handler.
 
         Args:
             timeout: seconds to wait; None for no limit.
@@ -213,7 +213,8 @@ class RunHandle:
         """End the run as if its supervisor had received the signal itself."""
         if flag.number and self._line is not None:
             reason = describe_signal(flag.number)
-            self._line.send(StopRequest(reason=reason, status="deadline"))
+            grace = 0.0 if flag.repeated else None
+            self._line.send(StopRequest(reason=reason, grace=grace, status="deadline"))
             flag.number = 0
 
     def _read_events(self) -> bool:

@@ -24,7 +24,7 @@ from nbtoolkit.launcher.worker_group import ForkServerGone, Spawner
 from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths, folder_error
 from nbtoolkit.run.payload import RunRequest, unpack
-from nbtoolkit.run.signals import ENDING, describe_signal
+from nbtoolkit.run.signals import ENDING, SignalFlag, describe_signal
 from nbtoolkit.run.transport import Connection
 
 TICK = 0.05
@@ -84,6 +84,7 @@ class EventLoop:
         self.kernel, self._spawner = kernel, spawner
         self._detached, self._kernel_process = detached, Peer(kernel)
         self._read_end, self._write_end = os.pipe()
+        self._flag = SignalFlag()
         self._catch_signals()
 
     def wait(self, lines: Iterable[Connection], seconds: float) -> list[messages.KernelRequest]:
@@ -98,7 +99,7 @@ class EventLoop:
         ready = wait([*sockets, self._spawner.socket, self._read_end], seconds)
         requests: list[messages.KernelRequest] = []
         if self._read_end in ready:
-            requests.append(_request(os.read(self._read_end, 512)[0]))
+            requests += [self._request(number) for number in os.read(self._read_end, 512)]
         if self._spawner.socket in ready:
             self._spawner.receive()
         if self.kernel.socket in ready:
@@ -115,12 +116,16 @@ class EventLoop:
         for number in (*ENDING, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
 
+    def _request(self, number: int) -> messages.StopRequest:
+        """Return the stop request for a signal: an interrupt is a user's, others announce an end.
 
-def _request(number: int) -> messages.StopRequest:
-    """Return the stop request for a signal: an interrupt is a user's, others announce an end."""
-    if number == signal.SIGINT:
-        return messages.StopRequest(reason="the supervisor was interrupted")
-    return messages.StopRequest(reason=describe_signal(number), status="deadline")
+        A second SIGTERM kills the ranks.
+        """
+        if number == signal.SIGINT:
+            return messages.StopRequest(reason="the supervisor was interrupted")
+        self._flag.note(number)
+        grace = 0.0 if self._flag.repeated else None
+        return messages.StopRequest(reason=describe_signal(number), grace=grace, status="deadline")
 
 
 # --- one run ---

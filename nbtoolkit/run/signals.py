@@ -6,10 +6,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from nbtoolkit.errors import RunStopped
 from nbtoolkit.host import in_kernel
 
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -17,12 +19,45 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGTERM, *WARNINGS)
 
 
+_REPEAT_SECONDS = 1.0
+"""Seconds after a SIGTERM from which another one is a second request.
+
+``timeout`` and Slurm signal a process and its group: the process gets the signal twice at once.
+"""
+
+
 class SignalFlag:
-    """The last signal that :func:`catch_termination_signals` has caught."""
+    """The signals that this process has caught."""
 
     def __init__(self) -> None:
         self.number = 0
-        """The signal's number; 0: none has come."""
+        """The number of the last signal; 0: none has come."""
+        self.repeated = False
+        """True after a second SIGTERM: the run must end now."""
+        self._interrupts = False
+        self._first_at: float | None = None
+
+    def note(self, number: int) -> None:
+        """Note a signal that has come."""
+        self.number = number
+        if number != signal.SIGTERM:
+            return
+        now = time.monotonic()
+        if self._first_at is None:
+            self._first_at = now
+        self.repeated = now - self._first_at >= _REPEAT_SECONDS
+        if self.repeated and self._interrupts:
+            self._interrupts = False
+            raise RunStopped("deadline")
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Let a second SIGTERM raise ``RunStopped`` in the block: it may never look at the flag."""
+        self._interrupts = True
+        try:
+            yield
+        finally:
+            self._interrupts = False
 
 
 @contextmanager
@@ -40,7 +75,7 @@ def catch_termination_signals(flag: SignalFlag) -> Iterator[None]:
 
     def handle(number: int, _: FrameType | None) -> None:
         if os.getpid() == process:
-            flag.number = number
+            flag.note(number)
         else:  # a worker of a DataLoader or a pool, which its parent ends with this signal
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -13,7 +13,17 @@ from typing import Any
 
 import functions
 import pytest
-from kernels import SECONDS, catches, descendants, ranks_up, run_folder, script, until
+from kernels import (
+    SECONDS,
+    alive,
+    all_gone,
+    catches,
+    descendants,
+    ranks_up,
+    run_folder,
+    script,
+    until,
+)
 from machines import DAY, machine_of_age
 
 import nbtoolkit as nb
@@ -347,6 +357,47 @@ def test_a_signal_to_a_script_ends_its_run_with_all_saved(tmp_path: Path, number
         until(lambda: catches(kernel.pid, getattr(signal, number)), "the wait for the run")
         os.kill(kernel.pid, getattr(signal, number))
         assert kernel.output().split() == ["deadline", "True"]
+
+
+NEVER_REPORTS = """
+result = nb.launch(
+    functions.sleeps, {{"runtime.output_dir": "out", "tracking.mlflow": False}},
+    start="{start}", resume="never", display="off",
+)
+print(result.status)
+"""
+
+
+@pytest.mark.parametrize("start", ["forkserver", "inline"])
+def test_a_second_sigterm_ends_a_run_whose_function_never_reports(
+    tmp_path: Path, start: str
+) -> None:
+    with script(NEVER_REPORTS.format(start=start), tmp_path) as kernel:
+        folder = run_folder(tmp_path / "out")
+        ranks = ranks_up(folder, 1)
+        until(lambda: catches(kernel.pid, signal.SIGTERM), "the wait for the run")
+        os.kill(kernel.pid, signal.SIGTERM)
+        time.sleep(2.0)
+        assert any(map(alive, ranks))  # the first one waits for a report
+        os.kill(kernel.pid, signal.SIGTERM)
+        assert kernel.output().split() == ["deadline"]
+    all_gone(ranks)
+    [stop] = [event for event in nb.attach(folder).events() if event.type == "stop"]
+    assert "SIGTERM" in stop.reason
+
+
+def test_a_second_sigterm_to_the_owner_ends_a_run_whose_function_never_reports(
+    config: nb.Config,
+) -> None:
+    handle = begin(functions.sleeps, config)
+    ranks_up(handle.paths.folder)
+    owner = json.loads(handle.paths.owner.read_text())["pid"]
+    os.kill(owner, signal.SIGTERM)
+    until(lambda: [e for e in handle.events() if e.type == "stop"], "the first request")
+    time.sleep(1.5)
+    assert not handle.done()
+    os.kill(owner, signal.SIGTERM)
+    assert handle.result(timeout=SECONDS).status == "deadline"
 
 
 def test_a_scheduler_s_warning_to_every_process_of_a_job_ends_its_run(tmp_path: Path) -> None:
