@@ -114,6 +114,9 @@ class Host:
     """Whether the machine has a TPU."""
     tpu_reason: str = ""
     """How the TPU was detected; empty without a TPU."""
+    watched: bool = True
+    """Whether a person may see the run: this process is the kernel of a notebook that is open in a
+    front end. Scripts, papermill and Kaggle's batch runs have nobody who could launch again."""
     is_rank: bool = False
     """Whether torchrun, Slurm or Ray started this process as a rank. A launch then runs the
     training function in this process."""
@@ -188,6 +191,7 @@ def detect_host(
         memory=memory_limit(root),
         tpu=bool(tpu_reason),
         tpu_reason=tpu_reason,
+        watched=_is_watched(environ, modules),
         **_rank_fields(environ, kernel),
     )
 
@@ -197,6 +201,22 @@ def in_kernel(modules: Mapping[str, object]) -> bool:
     get_ipython = getattr(modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython else None
     return getattr(shell, "kernel", None) is not None
+
+
+def front_end(modules: Mapping[str, Any]) -> bool | None:
+    """Return whether the client that sent the kernel's running cell has a user; None: unknown.
+
+    Each request says whether its client can answer an ``input()``: nbclient (and so papermill and
+    nbconvert) and nbval cannot; JupyterLab, Notebook, VS Code, Colab and Kaggle's editor can.
+    """
+    request = modules["IPython"].get_ipython().kernel.get_parent("shell") or {}
+    answer = request.get("content", {}).get("allow_stdin")
+    return answer if isinstance(answer, bool) else None
+
+
+def _is_watched(environ: Mapping[str, str], modules: Mapping[str, object]) -> bool:
+    batch = environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch"
+    return in_kernel(modules) and not batch and front_end(modules) is not False
 
 
 def _host_kind(

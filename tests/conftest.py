@@ -151,6 +151,14 @@ def test_leaves_nothing(session_leaves_nothing: None) -> Iterator[None]:
     assert not left, f"the test left behind: {left}"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def somebody_watches() -> Iterator[None]:
+    """Let a run that fails end at once, as in a live notebook; pytest is a script."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nbtoolkit.host._is_watched", lambda *_: True)
+        yield
+
+
 def _shut_forkserver() -> None:
     """End the fork server that the first nb.launch of this process keeps warm, if there was one."""
     forkserver = sys.modules.get("nbtoolkit.launcher.forkserver_client")

@@ -110,6 +110,11 @@ class Runtime(Section):
     hang_timeout: Seconds = 300.0
     """A rank counts as hung if it sends no message and computes nothing for this time, while
     another rank waits for it or has returned."""
+    restarts: Auto | CountFrom0 = "auto"
+    """How often a run starts its ranks again, from the last checkpoint, after a rank has died, hung
+    or raised an error. An error that comes back at the same step ends the run. `auto`: 2 where
+    nobody watches (a script, a notebook in the background), 0 in a live notebook. A search restarts
+    its trials and folds only if this is a number."""
     compare_ranks: bool = True
     """Warn if the ranks train different models, or report different numbers under one name.
     nbtoolkit compares some weights and the numbers at each report and, except under torchrun and

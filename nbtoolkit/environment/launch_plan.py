@@ -112,6 +112,8 @@ class LaunchPlan:
     """CPU threads of one rank (OMP_NUM_THREADS)."""
     fallback: bool = True
     """Whether the launch continues with one process if the ranks cannot form a process group."""
+    restarts: int = 0
+    """How often the supervisor starts the ranks again after a failure."""
     port: int | None = None
     """The port of the rendezvous, or None for a free port."""
     group_timeout: float = 1800.0

@@ -35,6 +35,10 @@ _DDP = (
 )
 
 
+AUTO_RESTARTS = 2
+"""What ``runtime.restarts: auto`` means where nobody watches."""
+
+
 @dataclass(frozen=True)
 class GroupFailure:
     """Evidence that started ranks could not form a process group."""
@@ -99,6 +103,7 @@ def make_plan(
     backend, backend_notes = _backend(config.distributed.backend, placement)
     strategy, strategy_notes = _strategy(config, placement)
     threads, threads_note = _threads(host, hardware, placement.processes)
+    restarts, restart_notes = _restarts(config.runtime.restarts, host, start)
     port, port_notes = _port(config.distributed.port, evidence, placement.processes)
     return LaunchPlan(
         start=start,
@@ -116,6 +121,7 @@ def make_plan(
         lr_factor=lr_factor,
         threads_per_rank=threads,
         fallback=config.distributed.fallback,
+        restarts=restarts,
         port=port,
         group_timeout=float(config.distributed.timeout),
         ddp={name: getattr(config.distributed, name) for name in _DDP},
@@ -128,6 +134,7 @@ def make_plan(
             precision_note,
             *backend_notes,
             *port_notes,
+            *restart_notes,
             str(batch),
             *batch_notes,
             threads_note,
@@ -363,3 +370,19 @@ def _port(
     if busy or setting == "auto":
         return None, ("port: a free one is chosen",)
     return setting, (f"port {setting}: distributed.port is {setting}",)
+
+
+def _restarts(
+    setting: int | Literal["auto"], host: Host, start: Start
+) -> tuple[int, tuple[str, ...]]:
+    """Return how often the ranks start again after a failure, and a note on it.
+
+    torchrun and its like restart their ranks themselves, and an inline run has no supervisor.
+    """
+    if start != "forkserver" or host.is_rank:
+        return 0, ()
+    if setting != "auto":
+        return setting, ((f"restarts: {setting} (runtime.restarts)",) if setting else ())
+    if host.watched:
+        return 0, ()
+    return AUTO_RESTARTS, (f"restarts: {AUTO_RESTARTS} (nobody watches)",)

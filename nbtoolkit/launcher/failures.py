@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from nbtoolkit.environment.plan import GroupFailure, OutOfMemory, PortBusy, may_accumulate_more
 from nbtoolkit.environment.resources import memory_kills
@@ -174,6 +174,18 @@ class Failure:
     rank: int | None
     notes: list[str] = field(default_factory=list)
     out_of_memory: bool = False
+    cause: Literal["raised", "died", "final"] = "raised"
+    """Whether the user's code raised, a rank died or hung, or another attempt cannot help."""
+
+    @property
+    def brief(self) -> str:
+        """The failure in a few words."""
+        kind = self.error.type.rpartition(".")[2]
+        if kind == "WorkerDied":
+            return self.error.text.partition(" (")[0]
+        if kind == "WorkerHung":
+            return f"rank {self.rank} hung"
+        return f"rank {self.rank} raised {one_line(self.error.type, self.error.text)}"
 
 
 def classify(
@@ -235,6 +247,7 @@ def _user_error(paths: RunPaths, cause: RankView) -> Failure:
             do=packed.advice or "return instead of calling sys.exit()",
         )
         packed = replace(pack_error(died), stack=packed.stack)
+        return Failure(packed, cause.rank, cause="final")
     return Failure(packed, cause.rank)
 
 
@@ -263,7 +276,7 @@ def _classify_dead(
         allowed="the training function returns a value or raises an Exception",
         do=f"read the end of {paths.log(rank.rank)}",
     )
-    return Failure(pack_error(error), rank.rank)
+    return Failure(pack_error(error), rank.rank, cause="died")
 
 
 def describe(code: int | None) -> str:
@@ -309,7 +322,7 @@ def hang_failure(
         "ctx.pause_hang_detection(...)`; any wait shorter than runtime.hang_timeout",
         do=f"compare the ranks' stacks, and read {paths.log(hung[0].rank)}",
     )
-    return Failure(pack_error(error), hung[0].rank)
+    return Failure(pack_error(error), hung[0].rank, cause="died")
 
 
 def start_failure(
@@ -324,7 +337,7 @@ def start_failure(
         "than runtime.hang_timeout",
         do=f"find the import in the stack, and read {paths.log(blocked[0].rank)}",
     )
-    return Failure(pack_error(error), blocked[0].rank)
+    return Failure(pack_error(error), blocked[0].rank, cause="died")
 
 
 def deadlock_failure(waiting: list[RankView], over: list[RankView], paths: RunPaths) -> Failure:
@@ -478,4 +491,4 @@ def _one_sample(failure: Failure, plan: LaunchPlan) -> Failure:
         "train.precision of 16 bits",
     )
     packed = replace(pack_error(error), stack=failure.error.stack, cause=failure.error)
-    return replace(failure, error=packed)
+    return replace(failure, error=packed, cause="final")

@@ -13,8 +13,10 @@ from nbtoolkit.environment.resources import memory_kills
 from nbtoolkit.errors import GroupStartFailed
 from nbtoolkit.launcher import failures
 from nbtoolkit.launcher.health import HealthMonitor, LateGroup
+from nbtoolkit.launcher.restarts import Restarts
 from nbtoolkit.launcher.worker_group import RankView, Spawner, WorkerGroup
 from nbtoolkit.run import messages
+from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
 from nbtoolkit.run.events import RETURNED, Event, MetricsReported, RankPhaseChanged
 from nbtoolkit.run.paths import write_json
 from nbtoolkit.run.payload import RunRequest
@@ -93,6 +95,9 @@ class RunSupervisor:
             self._evidence.append(request.speed)
         # How the worker group ended, and until when its processes may exit.
         self._exiting: tuple[Any, float] | None = None
+        self._restarts = Restarts(self.plan.restarts)
+        # The failure after which the ranks start again, and when.
+        self._restarting: tuple[failures.Failure, float] | None = None
 
     def begin(self) -> None:
         """Write the first event, and start the ranks."""
@@ -103,6 +108,8 @@ class RunSupervisor:
 
     def poll(self) -> bool:
         """Check everything once; return True when the run is over and its end is written."""
+        if self._restarting is not None:
+            return self._wait_for_restart(*self._restarting)
         worker_group = self._worker_group
         assert worker_group is not None
         self._listen(worker_group)
@@ -181,6 +188,11 @@ class RunSupervisor:
         if self._again(ended):
             self._follow(self._start())
             return False
+        if isinstance(ended, failures.Failure):
+            if self._restart_after(ended):
+                return False
+            if (why := self._restarts.why_not()) is not None:
+                ended = replace(ended, notes=[*ended.notes, why])
         self.outcome = ended
         self._settle(ended)
         return True
@@ -230,6 +242,48 @@ class RunSupervisor:
             f"{self.plan.reasons[0]}\nnew plan: {self.plan.explain()}", level="warning"
         )
 
+    # --- restarts ---
+
+    def _restart_after(self, failure: failures.Failure) -> bool:
+        """Return True if the ranks will start again; they do so after a pause."""
+        saved = has_checkpoint(self.paths.checkpoints)
+        if self.record.leaving is not None:
+            return False
+        if not self._restarts.allows(failure, has_checkpoint=saved):
+            return False
+        pause = self._restarts.begin()
+        self.record.note(self._restarts.plan(failure, pause, has_checkpoint=saved), "warning")
+        self._exiting = None
+        self._restarting = failure, time.monotonic() + pause
+        return True
+
+    def _wait_for_restart(self, failure: failures.Failure, at: float) -> bool:
+        """Start the ranks after the pause; return True if the run has to end before."""
+        if (request := self.record.stop_requested()) is not None:
+            self.stop(request.reason, request.grace)
+        if (status := self.record.decide()) is not None:
+            self._restarting, self.outcome = None, status
+            self._settle(status)
+            return True
+        if time.monotonic() >= at:
+            self._restarting = None
+            self._begin_attempt(failure)
+        return False
+
+    def _begin_attempt(self, failure: failures.Failure) -> None:
+        """Start the ranks again, in an attempt with a first event of its own."""
+        header = self._request.header
+        self.record.started = time.time()
+        self.record.write(
+            replace(
+                header,
+                attempt=header.attempt + self._restarts.count,
+                restarted_after=failure.brief,
+                plan=self.plan.to_dict(),
+            )
+        )
+        self._follow(self._start())
+
     # --- messages ---
 
     def _listen(self, worker_group: WorkerGroup) -> None:
@@ -246,6 +300,8 @@ class RunSupervisor:
         self, worker_group: WorkerGroup, rank: RankView, message: messages.Message
     ) -> None:
         worker_group.note(rank, message)
+        if rank.rank == 0:
+            self._restarts.note(message)
         listener = self._listener
         if isinstance(message, messages.UsageWarning) and listener is not None:
             listener.unread(message.text, message.searched)

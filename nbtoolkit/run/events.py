@@ -58,7 +58,9 @@ class RunStarted(Event, type="run"):
 
     Attributes:
         run_id: the name of the run's folder.
-        attempt: 1, or more where the run was resumed.
+        attempt: 1, or more where the run was resumed or its ranks were restarted.
+        restarted_after: the failure after which the supervisor restarted the ranks; empty: a launch
+            began the attempt.
         fingerprint: identifies the configuration and the function.
         function: its module and name.
         host: the kind of machine or service it runs on.
@@ -72,6 +74,7 @@ class RunStarted(Event, type="run"):
 
     run_id: str = ""
     attempt: int = 1
+    restarted_after: str = ""
     fingerprint: str = ""
     function: str = ""
     host: str = ""

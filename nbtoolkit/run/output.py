@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, cast
 
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import LaunchError, MissingExtra
-from nbtoolkit.host import in_kernel
+from nbtoolkit.host import front_end, in_kernel
 from nbtoolkit.run.events import Event, NoteAdded, RunStarted, StopRequested
 from nbtoolkit.run.paths import RunPaths
 
@@ -293,22 +293,10 @@ def find_display() -> DisplayFacts:
     kernel = in_kernel(sys.modules)
     return DisplayFacts(
         kernel=kernel,
-        front_end=_front_end() if kernel else None,
+        front_end=front_end(sys.modules) if kernel else None,
         widgets=find_spec("ipywidgets") is not None,
         terminal=sys.stderr is not None and sys.stderr.isatty(),
     )
-
-
-def _front_end() -> bool | None:
-    """Whether the client that sent the running cell can answer an ``input()``; None: unknown.
-
-    Each request says so: nbclient (and so papermill and nbconvert) and nbval cannot; JupyterLab,
-    Notebook, VS Code, Colab and Kaggle's editor can.
-    """
-    kernel: Any = sys.modules["IPython"].get_ipython().kernel
-    request = kernel.get_parent("shell") or {}
-    answer = request.get("content", {}).get("allow_stdin")
-    return answer if isinstance(answer, bool) else None
 
 
 # --- displays ---

@@ -115,6 +115,8 @@ def job_request(job: SearchJob, slot: Slot, request: SearchRequest) -> RunReques
     paths = RunPaths(request.paths.folder / job.key)
     folds = request.search.folds
     config = request.config.with_overrides({**slot.overrides, **job.overrides})
+    if config.runtime.restarts == "auto":  # a search has retries of its own
+        config = config.with_overrides({"runtime.restarts": 0})
     evidence: tuple[Evidence, ...] = () if request.speed is None else (request.speed,)
     plan = make_plan(config, request.host, slot.hardware, evidence)
     if job.params:  # the calibration is that of the base configuration, not of this model

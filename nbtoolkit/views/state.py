@@ -59,7 +59,8 @@ class State:
         epochs: the number of epochs that a run is configured for; None: unknown.
         paused: whether a search starts no more jobs.
         stopping: why this attempt was asked to stop; empty: it was not.
-        attempts: the number of attempts: 1, and 1 more per resume.
+        attempts: the number of attempts: 1, and 1 more per resume or restart.
+        restarts: the failures after which the supervisor restarted the ranks of this launch.
         first_began: unix seconds of the first attempt's first event; None: nothing was written yet.
         began: the same of this attempt.
         first_report: time and step of this attempt's first report.
@@ -93,6 +94,7 @@ class State:
         self.gone = False
         self.unreadable = ""
         self.attempts = 0
+        self.restarts: list[str] = []
         self.first_began: float | None = None
         self.began: float | None = None
         self.first_report: tuple[float, float] | None = None
@@ -450,6 +452,10 @@ class State:
         self._past_attempts = self.elapsed(self._last)
         self._end_folds()
         self.attempts += 1
+        if not event.restarted_after:
+            self.restarts.clear()
+        else:
+            self.restarts.append(event.restarted_after)
         self.first_began = event.t if self.first_began is None else self.first_began
         self.config, self.plan = event.config, event.plan
         self._logged_at.clear()

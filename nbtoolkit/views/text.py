@@ -47,6 +47,18 @@ def status_of(state: State) -> str:
 
 def explanation(state: State) -> str:
     """Say what the status means, and what can be done; empty where it is plain."""
+    return " ".join(part for part in (_restarts(state), _meaning(state)) if part)
+
+
+def _restarts(state: State) -> str:
+    if not state.restarts:
+        return ""
+    count = len(state.restarts)
+    times = "once" if count == 1 else f"{count} times"
+    return f"Restarted {times} after {' and '.join(dict.fromkeys(state.restarts))}."
+
+
+def _meaning(state: State) -> str:
     if state.live and state.stopping:
         return f"Stopping: waiting for each worker's next report ({state.stopping})."
     if state.status == "paused":

@@ -83,6 +83,7 @@ PLANS = [
     Planned("distributed.backend", "auto", "gloo", lambda plan: plan.backend, ("nccl", "gloo")),
     Planned("distributed.device_ids", None, [1], lambda plan: len(plan.devices), (2, 1)),
     Planned("distributed.port", "auto", 23456, lambda plan: plan.port, (None, 23456)),
+    Planned("runtime.restarts", 0, 3, lambda plan: plan.restarts, (0, 3)),
     Planned("distributed.timeout", 1800, 900, lambda plan: plan.group_timeout, (1800.0, 900.0)),
 ]
 PROVEN.extend(case.name for case in PLANS)
