@@ -213,8 +213,9 @@ def slot_gaps() -> dict[str, float]:
             begins = sorted(one["began"] for one in reports)
             ends = sorted(one["ended"] for one in reports)
             # The first trials of the slots need no end of another one.
-            for number, (after, before) in enumerate(zip(begins[slots:], ends, strict=False), slots):
-                (early if number < drawn else late).append(after - before)
+            gaps = [begins[number] - ends[number - slots] for number in range(slots, TRIALS)]
+            early += gaps[: drawn - slots]
+            late += gaps[drawn - slots :]
     both = sorted(early + late)
     return {
         "median": median(both),
