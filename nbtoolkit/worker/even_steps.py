@@ -7,8 +7,7 @@ backward pass begins, not before: an evaluation may have gradients enabled and m
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import PlanError
@@ -18,41 +17,19 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-@dataclass(frozen=True)
-class Uneven:
-    """Why the ranks cannot share a batch equally, and what to change."""
-
-    batch: str
-    do: str = "pass drop_last=True to this DataLoader, or use nb.fit, which weights an uneven step"
-
-
-@dataclass
-class Shares:
-    """How the ranks share the batches of one loader.
-
-    Attributes:
-        expected: of a batch that will come, known from the sizes; None: nothing is known.
-        sliced: of each batch of the newest iteration that is sliced and not read yet, in order: a
-            sampler runs ahead of the loop. None: the batch is even.
-    """
-
-    expected: Uneven | None = None
-    sliced: deque[Uneven | None] = field(default_factory=deque)
-
-
 @dataclass(eq=False)
 class Reading:
     """A loop over a loader.
 
     Attributes:
         loader: which one, for the user.
-        expected: see :class:`Shares`.
-        batch: of the batch that the loop has now.
+        expected: the uneven batch that will come; None: there is none, or it is not known.
+        batch: the batch that the loop has now, if it is uneven.
     """
 
     loader: str
-    expected: Uneven | None
-    batch: Uneven | None = None
+    expected: str | None
+    batch: str | None = None
 
 
 class EvenSteps:
@@ -72,7 +49,7 @@ class EvenSteps:
         """Watch a model as the loop calls it."""
         self._models.append(model)
 
-    def read(self, reading: Reading, batch: Uneven | None) -> None:
+    def read(self, reading: Reading, batch: str | None) -> None:
         """Note that a loop has its next batch."""
         reading.batch = batch
         if reading in self._readings:
@@ -126,11 +103,12 @@ class EvenSteps:
                 return self._refused(reading.loader, reading.batch)
         return None
 
-    def _refused(self, loader: str, uneven: Uneven) -> PlanError:
+    def _refused(self, loader: str, batch: str) -> PlanError:
         return PlanError(
-            f"{loader}: {uneven.batch}, which {self._ranks} ranks cannot share equally: a training "
+            f"{loader}: {batch}, which {self._ranks} ranks cannot share equally: a training "
             "step would not be the mean over its samples",
             allowed="for a backward pass, batches that the ranks share equally; without one, as in "
             "an evaluation, any batches",
-            do=uneven.do,
+            do=f"pass a batch_size that is a multiple of {self._ranks}, and drop_last=True, to the "
+            "DataLoader, or use nb.fit, which weights an uneven step",
         )

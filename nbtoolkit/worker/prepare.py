@@ -7,7 +7,6 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import PlanError
-from nbtoolkit.worker.batch_slices import slice_loader
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,6 +28,8 @@ def prepared_inputs(ctx: RunContext, objects: Iterable[object], steps: EvenSteps
     """The objects for accelerate: models checked, loaders with this rank's slices."""
     from torch import nn
     from torch.utils.data import DataLoader
+
+    from nbtoolkit.worker.sliced_loader import slice_loader
 
     inputs: list[object] = []
     loaders = 0

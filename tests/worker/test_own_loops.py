@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any
 
 import pytest
@@ -336,25 +336,23 @@ def replicas_of_rows(ctx: RunContext) -> DataLoader[Any]:
     return DataLoader(data, batch_size=2, sampler=sampler)
 
 
-SHUFFLED = r"DataLoader 1 of ctx.prepare \(TensorDataset of 21 samples, batch_size=4\): its last "
+SHUFFLED = (
+    r"DataLoader 1 of ctx.prepare \(TensorDataset of 21 samples, batch_size=4\): a batch of 1 "
+    r"samples is to come \(21 in batches of 4\), which 2 ranks[\s\S]*multiple of 2, and drop_last"
+)
 UNEVEN: dict[str, tuple[Make, str, int]] = {
     # How it is refused, and the steps before that.
-    "shuffled": (
-        lambda ctx: DataLoader(rows_of(21), batch_size=4, shuffle=True),
-        SHUFFLED
-        + r"batch has 1 samples \(21 in batches of 4\), which 2 ranks[\s\S]*drop_last=True",
-        0,
-    ),
+    "shuffled": (lambda ctx: DataLoader(rows_of(21), batch_size=4, shuffle=True), SHUFFLED, 0),
     "in order": (lambda ctx: DataLoader(rows_of(21), batch_size=4), r"\(21 in batches of 4\)", 0),
     "replicas": (replicas_of_rows, r"\(21 in batches of 4\)", 0),
     "size": (
         lambda ctx: DataLoader(rows_of(20), batch_size=5),
-        r"its batches have 5 samples[\s\S]*choose 4 or 6",
+        r"a batch of 5 samples is to come[\s\S]*multiple of 2",
         0,
     ),
     "single ones": (
         lambda ctx: DataLoader(rows_of(20), batch_size=1),
-        r"its batches have 1 samples[\s\S]*choose 2",
+        r"a batch of 1 samples is to come[\s\S]*multiple of 2",
         0,
     ),
     "stream": (lambda ctx: DataLoader(Rows(11), batch_size=4), r"a batch of 3 samples", 2),
@@ -503,7 +501,16 @@ class Endless(OfItsOwn):
 
 
 def endless(ctx: RunContext) -> None:
-    next(iter(ctx.prepare(DataLoader(numbers(20), batch_sampler=Endless()))))
+    ctx.prepare(DataLoader(numbers(20), batch_sampler=Endless()))
+
+
+class EndlessSampler:
+    def __iter__(self) -> Iterator[int]:
+        return cycle(range(20))
+
+
+def endless_sampler(ctx: RunContext) -> None:
+    ctx.prepare(DataLoader(numbers(20), batch_size=4, sampler=EndlessSampler()))
 
 
 def texts(ctx: RunContext) -> None:
@@ -521,6 +528,7 @@ REFUSED: dict[Callable[[RunContext], None], str] = {
     one_sample: r"only batch has 1 samples for 2 ranks[\s\S]*fewer ranks",
     divided_stream: r"ranks read different batches[\s\S]*move its batches to ctx.device",
     endless: r"Endless has no length[\s\S]*__len__",
+    endless_sampler: r"EndlessSampler has no length[\s\S]*__len__",
     texts: r"type str cannot be shared[\s\S]*collate_fn",
     wrapped: r"already wrapped: it is a DistributedDataParallel[\s\S]*delete the line",
 }
