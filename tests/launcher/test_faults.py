@@ -537,6 +537,23 @@ def test_ranks_that_cannot_meet_fall_back_to_one(home: Path) -> None:
     assert out.splitlines()[-1] == "1 1 0.75 128 128"
 
 
+def test_ranks_that_cannot_meet_end_a_run_that_may_not_fall_back(home: Path) -> None:
+    code = """
+    from nbtoolkit.errors import GroupStartFailed
+    settings = {"tracking.mlflow": False, "runtime.output_dir": "out"}
+    settings["distributed.fallback"] = False
+    try:
+        nb.launch(functions.reports, settings, processes=2, display="off")
+    except GroupStartFailed as error:
+        print(error)
+    """
+    with script(START + textwrap.dedent(code), home, GLOO_DEVICE_TRANSPORT="none") as kernel:
+        out, err = kernel.end(SOON)
+        assert kernel.process.returncode == 0, err
+    assert "2 ranks could not form a process group" in out
+    assert "distributed.fallback: true continues with one process" in out
+
+
 # --- folders ---
 
 

@@ -101,13 +101,16 @@ def test_a_kill_that_is_not_for_memory_ends_the_run(tmp_path: Path) -> None:
         start(tmp_path, limit="signal", above=4)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
         ({"train.gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2, which"),
-        ({"train.batch_size_per_device": 16}, "batch_size_per_device is 16, which"),
-        ({"train.loss_reduction": "batch"}, ""),
+        pytest.param(
+            {"train.batch_size_per_device": 16},
+            "batch_size_per_device is 16, which",
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"train.loss_reduction": "batch"}, "", marks=pytest.mark.long),
     ],
 )
 def test_what_is_set_by_hand_stays(settings: Any, advice: str, tmp_path: Path) -> None:
