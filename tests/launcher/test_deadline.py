@@ -493,14 +493,14 @@ def test_a_call_to_come_is_no_answer(line: tuple[Connection, SupervisorChannel])
     assert channel.stop_pending()
 
 
-def test_a_call_to_come_before_the_start_is_no_start_and_was_for_an_earlier_job(
+def test_a_stop_that_is_announced_before_the_start_is_no_start_and_is_kept(
     line: tuple[Connection, SupervisorChannel],
 ) -> None:
     supervisor, channel = line
     supervisor.send(StopPending())
     supervisor.send(Go())
     assert channel.wait() == Go()
-    assert not channel.stop_pending()
+    assert channel.stop_pending()
 
 
 def test_an_owner_that_is_gone_is_news(line: tuple[Connection, SupervisorChannel]) -> None:
