@@ -20,7 +20,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import cloudpickle
 
@@ -289,7 +289,7 @@ def _warn_of_replaced(modules: Iterable[types.ModuleType]) -> None:
         for module in modules
         if module.__name__ not in _MAIN
         for name, value in tuple(vars(module).items())
-        if isinstance(value, (type, types.FunctionType)) and in_main(value)
+        if _is_cells(value)
     )
     if names:
         warnings.warn(
@@ -298,6 +298,13 @@ def _warn_of_replaced(modules: Iterable[types.ModuleType]) -> None:
             f"  Do now:  set {names[0]} at the beginning of the training function",
             stacklevel=2,
         )
+
+
+def _is_cells(value: object) -> bool:
+    # isinstance() would look at the attribute __class__: torch.distributed.reduce_op warns then.
+    if not issubclass(type(value), (type, types.FunctionType)):
+        return False
+    return in_main(cast("type | types.FunctionType", value))
 
 
 def unpack(fd: int, kind: type[T]) -> T:

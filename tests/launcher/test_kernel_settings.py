@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from kernels import SECONDS, START, Notebook, shared_notebook
 
 import nbtoolkit as nb
+from nbtoolkit.environment.variables import kernel_environment
+from nbtoolkit.run.payload import pack_function
 
 SET_UP = """
 import logging, sys
@@ -131,6 +134,19 @@ def test_a_function_of_a_cell_that_a_cell_has_set_on_a_module_is_named(kernel: N
     assert cell.text.count("UserWarning") == 1
     assert "a cell has set colorsys.rgb_to_hsv, and the ranks do not have it" in cell.text
     assert "mine" not in [line.strip() for line in cell.text.splitlines()]
+
+
+def test_a_function_that_uses_torch_distributed_starts_without_a_warning() -> None:
+    """torch warns whenever an attribute of its old name reduce_op is looked at."""
+    from torch import distributed
+
+    def uses(config: nb.Config, ctx: nb.RunContext) -> bool:
+        return distributed.is_available()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pack_function(uses, kernel_environment()) as payload:
+            assert payload > 0
 
 
 NAMES = """
