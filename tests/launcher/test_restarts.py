@@ -37,7 +37,8 @@ def config(tmp_path: Path) -> nb.Config:
 
 def begin(train: Any, config: nb.Config, processes: int = 2) -> nb.RunHandle:
     options: dict[str, Any] = {"display": "off", "resume": "never", "wait": False}
-    return nb.launch(train, config, processes=processes, **options)
+    handle: nb.RunHandle = nb.launch(train, config, processes=processes, **options)
+    return handle
 
 
 def attempts(handle: nb.RunHandle) -> list[RunStarted]:
@@ -255,3 +256,20 @@ def test_nobody_watches_a_script(tmp_path: Path) -> None:
     """
     with script(code, tmp_path) as running:
         assert running.output().split() == ["False"]
+
+
+def restarts_of_trial(config: nb.Config, ctx: RunContext) -> dict[str, float]:
+    return {"val_loss": float(config.runtime.restarts)}
+
+
+@pytest.mark.parametrize(("setting", "expected"), [("auto", 0.0), (3, 3.0)])
+def test_a_trial_is_restarted_only_if_a_number_says_so(
+    config: nb.Config, setting: Any, expected: float
+) -> None:
+    mine = config.with_overrides({"runtime.restarts": setting})
+    search = {
+        "study": {"metric": "val_loss", "direction": "minimize"},
+        "space": {"optim.lr": {"low": 0.1, "high": 0.2}},
+        "budget": {"n_trials": 1},
+    }
+    assert nb.sweep(restarts_of_trial, mine, search, display="off").best_value == expected
