@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from nbtoolkit.launcher.launch import check_choice
 from nbtoolkit.launcher.run_handle import RunHandle
+from nbtoolkit.run.attempts import first_event, kind_of
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
-from nbtoolkit.run.paths import find_run, read_record
+from nbtoolkit.run.paths import find_run
 
 
 def attach(
@@ -31,19 +32,19 @@ def attach(
 
     Raises:
         LaunchError: there is no such run, or ``display`` has an invalid value.
-        RunFileError: the folder's ``versions.json`` or ``sweep.yaml`` cannot be read.
+        RunFileError: the folder's ``events.jsonl`` or ``sweep.yaml`` cannot be read.
         FoldError: the folder's ``folds.json`` cannot be read.
         MissingExtra: ``display`` needs ipywidgets, which is not installed.
     """
     check_choice("display", display)
     screen = choose_screen(display, find_display())
     paths = find_run(folder)
-    kind = (read_record(paths.versions) or {}).get("kind")
+    kind = kind_of(first_event(paths))
     if kind == "sweep":
         from nbtoolkit.search.sweep import handle_on_sweep
 
         return handle_on_sweep(paths, screen, on_event=on_event)
-    if kind is not None:
+    if kind == "cv":
         from nbtoolkit.crossval.cross_validation import handle_on_folds
 
         return handle_on_folds(paths, screen, on_event=on_event)

@@ -18,7 +18,7 @@ from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.environment.resources import free_space, size_text
 from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.host import Host, detect_host
-from nbtoolkit.run.versions_record import versions
+from nbtoolkit.run.versions import versions
 from nbtoolkit.text_table import html_table
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,8 @@ import papermill
 from traitlets.config import Config
 
 from nbtoolkit.environment.hardware import detect_hardware
+from nbtoolkit.launcher.run_result import RunResult
+from nbtoolkit.run.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOK = ROOT / "notebooks/01_train.ipynb"
@@ -35,12 +36,11 @@ def main() -> int:
         progress_bar=False,
         config=IPC,
     )
-    results = folder.glob("*-digits-*/result.json")
-    newest = max(results, key=lambda path: path.stat().st_mtime)
-    accuracy = json.loads(newest.read_text())["metrics"]["val_accuracy"]
+    newest = max(folder.glob("*-digits-*"))
+    accuracy = RunResult(RunPaths(newest)).metrics["val_accuracy"]
     print(f"val_accuracy:      {accuracy:.4f} (after {time.monotonic() - began:.0f} s)")
     print(f"executed notebook: {executed}")
-    print(f"the run:           {newest.parent}")
+    print(f"the run:           {newest}")
     print(f"MLflow database:   {folder / 'mlflow.db'}")
     return 0 if accuracy >= ENOUGH else 1
 

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
+from nbtoolkit.run.paths import EVENTS
+
 ARTIFACTS, LOCK, MLFLOW = "mlartifacts", "pipeline.lock", "mlflow.db"
 
 BESIDE = ("-wal", "-shm", "-journal")
@@ -61,7 +63,7 @@ def refusal(name: str) -> str | None:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run's. MLflow's copies of a run's files are not."""
-    return all(os.path.isfile(folder / name) for name in ("versions.json", "events.jsonl"))
+    return os.path.isfile(folder / EVENTS)
 
 
 def is_pipeline(folder: Path) -> bool:
@@ -109,7 +111,7 @@ def may_write(target: Path, run_folder: Path, staged: Path, into: Path) -> bool:
         free = not any(map(os.path.lexists, names))
         return free or existing.name == MLFLOW or _is_executed(existing)
     if is_run(run_folder):
-        return (existing / "versions.json").is_file()
+        return (existing / EVENTS).is_file()
     # The lock shows that a pipeline ran here or was unpacked here before: no bundle holds a lock.
     same_kind = (existing / LOCK).is_file() or existing.name == ARTIFACTS
     return same_kind or not any(existing.glob("[!.]*"))

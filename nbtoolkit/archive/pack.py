@@ -36,10 +36,11 @@ from nbtoolkit.archive.selection import (
     OutputContents,
     choose_items,
 )
-from nbtoolkit.config.schema import ConfigLike, as_config, load_config
+from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.environment.resources import free_space, read_size, size_text
 from nbtoolkit.errors import BundleError, NbtoolkitError
 from nbtoolkit.host import Host, detect_host
+from nbtoolkit.run.attempts import run_config
 from nbtoolkit.run.paths import RunPaths, read_json, write_json
 from nbtoolkit.text_table import html_table
 from nbtoolkit.version import __version__
@@ -465,7 +466,7 @@ def pack_for_next_session(
     folder = paths.folder.parent
     try:
         host = host or detect_host()
-        setting = load_config(paths.config, env=None).runtime.pack
+        setting = run_config(paths).runtime.pack
         if not (host.kind in _ENDING_HOSTS if setting == "auto" else setting):
             return None
         packed = pack(host.kept or host.working, source=folder)

@@ -38,10 +38,11 @@ from nbtoolkit.archive.file_rules import (
     run_folder_of,
     size_of,
 )
+from nbtoolkit.run.attempts import completed, kind_of, opening_event, readable_last_event
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore, StoredCheckpoint
 from nbtoolkit.run.checkpoints.shards import FOLDER
 from nbtoolkit.run.events import EventReader, TrialChanged
-from nbtoolkit.run.paths import RunPaths, read_or_empty
+from nbtoolkit.run.paths import RunPaths
 
 Priority = Literal["needed", "best", "values", "tracking", "other", "log", "also-ran"]
 
@@ -59,10 +60,9 @@ DESCRIPTIONS: dict[Priority, str] = {
 }
 
 # Files of a run that belong to the process of one attempt.
-_PROCESS_FILES = ("owner.json", "owner.lock", "tracking.lock", "stop", "commands")
+_PROCESS_FILES = ("owner.lock", "tracking.lock", "stop", "commands")
 _RECORDS = (
-    *("config.yaml", "plan.json", "versions.json", "events.jsonl", "tracking.json"),
-    *("result.json", "error.json", "error.pkl", "sweep.yaml", "folds.json", "previous"),
+    *("config.yaml", "events.jsonl", "tracking.json", "error.pkl", "sweep.yaml", "folds.json"),
     *("study.jsonl", "study.db", "annotations.json"),
 )
 _LOGS = ("ranks", "samples", "tensorboard", "wandb")
@@ -181,11 +181,11 @@ class OutputContents:
         self.runs.append(
             PackedRun(folder=printable(run), status=printable(status), alive=_is_alive(paths))
         )
-        self._add_run_folder(folder, run, finished=paths.completed())
-        kind = read_or_empty(paths.versions).get("kind")
+        self._add_run_folder(folder, run, finished=completed(paths))
+        kind = kind_of(opening_event(paths))
         if kind == "cv":
             for job in _jobs(folder):
-                finished = RunPaths(job).completed()
+                finished = completed(RunPaths(job))
                 self._add_run_folder(job, run, finished=finished, values="needed")
         elif kind == "sweep":
             winners = _winners(paths)
@@ -290,9 +290,8 @@ class OutputContents:
 
 def _status(paths: RunPaths) -> str:
     """How a run ended, or ``"unfinished"``."""
-    if paths.error.exists():
-        return "failed"
-    return str(read_or_empty(paths.result).get("status", "unfinished"))
+    ended = readable_last_event(paths)
+    return "unfinished" if ended is None else ended.status
 
 
 def _is_alive(paths: RunPaths) -> bool:
@@ -334,8 +333,8 @@ def _jobs(run_folder: Path) -> Iterator[Path]:
 
 def _winners(paths: RunPaths) -> set[str]:
     """The folders of trials whose weights a user may want: the best one, or the Pareto front."""
-    summary = read_or_empty(paths.result).get("summary")
-    summary = summary if isinstance(summary, dict) else {}
+    ended = readable_last_event(paths)
+    summary = {} if ended is None else ended.summary
     if isinstance(summary.get("best_folder"), str):
         return {summary["best_folder"]}
     try:

@@ -30,7 +30,7 @@ from nbtoolkit.config.schema import ConfigLike
 from nbtoolkit.environment.resources import free_space, size_text
 from nbtoolkit.errors import BundleError
 from nbtoolkit.host import Host, detect_host
-from nbtoolkit.run.paths import age_key
+from nbtoolkit.run.paths import EVENTS, age_key
 from nbtoolkit.text_table import html_table
 
 # Kaggle mounts the output of an earlier session at /kaggle/input/<name>, or deeper:
@@ -261,7 +261,7 @@ def _bundles(files: Iterable[Path]) -> Iterator[Bundle]:
 
 
 def _is_run(files: list[Path]) -> bool:
-    return {"versions.json", "events.jsonl"} <= {file.name for file in files}
+    return any(file.name == EVENTS for file in files)
 
 
 def _walk(top: Path) -> Iterator[tuple[Path, list[Path]]]:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.cluster.recipes import Shape, devices_of
-from nbtoolkit.config.schema import load_config
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import LaunchError, MissingExtra
 from nbtoolkit.launcher.remote import load_call
-from nbtoolkit.run.paths import RunPaths, read_or_empty
+from nbtoolkit.run.attempts import readable_last_event, run_config
+from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.remote_job import JobState
 from nbtoolkit.worker.main import write_output_to
 
@@ -176,7 +176,7 @@ class RunDriver:
         from ray.train import RunConfig, ScalingConfig, TrainingFailedError
         from ray.train.torch import TorchTrainer
 
-        config = load_config(paths.config, env=None)
+        config = run_config(paths)
         cluster, ranks = config.cluster, config.cluster.nodes * devices_of(config, Shape())
         each = {"CPU": cluster.cpus_per_device or 1, **({"GPU": 1} if cluster.gpu else {})}
         self._text = f"{ranks} ranks"
@@ -205,12 +205,11 @@ def _lost_rank(paths: RunPaths) -> bool:
 
     A lost rank leaves no error, or breaks the connections of the others.
     """
-    error = read_or_empty(paths.error)
-    text = f"{error.get('type', '')}: {error.get('text', '')}"
-    return (
-        not error
-        or re.search(r"(?i)gloo|nccl|connection|peer|torch\.distributed", text) is not None
-    )
+    ended = readable_last_event(paths)
+    if ended is None or ended.error is None:
+        return True
+    lost = re.search(r"(?i)gloo|nccl|connection|peer|torch\.distributed", ended.error)
+    return lost is not None
 
 
 def train_rank(settings: Mapping[str, str]) -> None:

@@ -21,11 +21,13 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.in_process import InProcessRecorder, record_inline
 from nbtoolkit.launcher.remote import load_packed, write_packed
 from nbtoolkit.run import messages
+from nbtoolkit.run.attempts import last_event
 from nbtoolkit.run.output import CellOutput
-from nbtoolkit.run.paths import read_result, write_json, write_whole
+from nbtoolkit.run.paths import sign_lock
 from nbtoolkit.run.payload import unload_function
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.run.resume import ChosenRun, lock_run
+from nbtoolkit.run.remote_job import events_size
+from nbtoolkit.run.resume import ChosenRun, lock_run, write_first_event
 from nbtoolkit.run.serialization import pack_error
 from nbtoolkit.search.algorithm import (
     JobResult,
@@ -83,9 +85,8 @@ class RaySearch:
         """Run a search to its end; called by ``start_search``."""
         import ray
 
-        request.paths.own()
+        sign_lock(run.lock.fileno())
         self._request, self._record = request, RunRecord(request.paths, deadline=request.deadline)
-        self._record.write(request.header)
         for level, text in request.notes:
             self._record.note(text, level)
         write_packed(train, request.paths.folder / _FUNCTION_FILE)
@@ -229,13 +230,10 @@ def run_job(search: SearchRequest, job: SearchJob, cpus: int, driver: Any) -> Jo
     if lock is None:
         return JobResult(status="failed", fault="died", error=f"{job.key} is still running")
     header = request.header
-    known = ("function", "host", "versions", "run_id", "attempt")
-    about = {name: getattr(header, name) for name in known}
-    write_json(paths.versions, {**about, "created": time.time()}, durable=False)
-    write_json(paths.plan, request.job.plan.to_dict(), durable=False)
-    write_whole(paths.config, request.job.config.to_yaml(), durable=False)
+    size = events_size(paths)
+    write_first_event(paths, request.job.config, header)
     write_output_to(paths.log(0))
-    run = ChosenRun(paths, lock, header.attempt)
+    run = ChosenRun(paths, lock, header.attempt, size)
     try:
         recorder = _TrialRecorder(run, request, driver, job.key)
         # Anew for each job, so that none sees another's globals.
@@ -247,10 +245,10 @@ def run_job(search: SearchRequest, job: SearchJob, cpus: int, driver: Any) -> Jo
     finally:
         lock.release()
         unload_function()
-    result = read_result(paths)
-    assert result is not None
+    ended = last_event(paths)
+    assert ended is not None
     return JobResult(
-        status=cast(JobStatus, result["status"]),
-        metrics=result["metrics"],
+        status=cast(JobStatus, ended.status),
+        metrics=ended.metrics,
         seconds=time.monotonic() - started,
     )

@@ -18,11 +18,12 @@ from nbtoolkit.errors import FoldError, LaunchError
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.launch import Train, Where, check_call, task_name
+from nbtoolkit.run.attempts import failed
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunStarted
 from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, find_run
+from nbtoolkit.run.resume import resumable_first_event
 from nbtoolkit.run.serialization import add_note
-from nbtoolkit.run.versions_record import refuse_old_run
 from nbtoolkit.search.algorithm import Search
 from nbtoolkit.search.slots import Placement
 from nbtoolkit.search.submit import start_search, submit_search
@@ -42,7 +43,7 @@ class CVHandle(SearchHandle[CVResult]):
 
     def _outcome(self) -> Any:
         __tracebackhide__ = True
-        if self._lost is None and self.paths.error.exists():
+        if self._lost is None and failed(self.paths):
             _raise_failed_fold(self.paths)
         return super()._outcome()
 
@@ -248,5 +249,5 @@ def _check_resumed(resume: str | os.PathLike[str], config: Config, folds: Folds)
         return
     file = paths.folder / FOLDS_FILE
     if file.exists():  # else it is something else, or was cut off before it began
-        refuse_old_run(paths)
+        resumable_first_event(paths)
         check_same(Folds.load(file), folds)

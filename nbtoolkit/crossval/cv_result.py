@@ -8,15 +8,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, finished_folds, fold_key
 from nbtoolkit.crossval.out_of_fold import Ensemble, assemble, write_table
-from nbtoolkit.errors import CheckpointError, FoldError, LaunchError, MissingExtra
+from nbtoolkit.errors import CheckpointError, FoldError, MissingExtra
 from nbtoolkit.folds.folds import Folds
+from nbtoolkit.launcher.run_result import result_of
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunEnded, RunStarted
 from nbtoolkit.run.output import charts
-from nbtoolkit.run.paths import RunPaths, Status, read_result, reading
+from nbtoolkit.run.paths import RunPaths, Status
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.study.table import EventTable, short
 from nbtoolkit.text_table import duration
@@ -111,17 +112,11 @@ class CVResult:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        ended = read_result(paths)
-        if ended is None:
-            raise LaunchError(
-                f"the cross-validation {paths.folder} has no result",
-                do="attach to it with nb.attach(folder)",
-            )
+        ended = result_of(paths, "cross-validation")
         self.paths = paths
-        with reading(paths.result):
-            self.status: Status = ended["status"]
-            self.seconds: float = ended["seconds"]
-            self.shared_files: list[str] = ended["summary"].get("shared_files", [])
+        self.status = cast("Status", ended.status)
+        self.seconds = ended.seconds or 0.0
+        self.shared_files: list[str] = ended.summary.get("shared_files", [])
         self.folds = Folds.load(paths.folder / FOLDS_FILE)
         self._finished = finished_folds(paths.folder, len(self.folds))
 

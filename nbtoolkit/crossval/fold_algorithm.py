@@ -9,9 +9,10 @@ from typing import Any
 
 from nbtoolkit.errors import FoldError
 from nbtoolkit.folds.folds import Folds
+from nbtoolkit.run.attempts import readable_last_event
 from nbtoolkit.run.events import EventReader, FoldChanged
 from nbtoolkit.run.messages import SearchCommand
-from nbtoolkit.run.paths import RunPaths, read_or_empty
+from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.search.algorithm import EventWriter, JobResult, SearchJob, SearchRequest
 
 FOLDS_FILE = "folds.json"
@@ -203,10 +204,10 @@ def finished_folds(folder: Path, count: int) -> dict[int, JobResult]:
 
 def _own_result(paths: RunPaths) -> JobResult | None:
     """How a completed run ended, if it has scores; returned scores are in the events only."""
-    result: dict[str, Any] = read_or_empty(paths.result)
-    if result.get("status") != "completed" or not result["metrics"]:
+    ended = readable_last_event(paths)
+    if ended is None or ended.status != "completed" or not ended.metrics:
         return None
-    return JobResult(status="completed", metrics=result["metrics"], seconds=result["seconds"])
+    return JobResult(status="completed", metrics=ended.metrics, seconds=ended.seconds or 0.0)
 
 
 def _recorded_results(folder: Path) -> dict[int, JobResult]:

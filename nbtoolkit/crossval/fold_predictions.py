@@ -6,10 +6,9 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from nbtoolkit.config.reads import mark_used
-from nbtoolkit.config.schema import load_config
 from nbtoolkit.crossval.fold_algorithm import finished_folds, fold_key
 from nbtoolkit.crossval.out_of_fold import as_array
 from nbtoolkit.environment.deadline import check_deadline
@@ -17,10 +16,12 @@ from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.errors import DeadlinePassed, FoldError
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.failures import raise_failure
+from nbtoolkit.launcher.run_result import result_of
+from nbtoolkit.run.attempts import failed, run_config
 from nbtoolkit.run.checkpoints.weights import load_model
 from nbtoolkit.run.events import Event, FoldChanged
 from nbtoolkit.run.output import Display, choose_screen, find_display
-from nbtoolkit.run.paths import RunPaths, Status, read_json, reading
+from nbtoolkit.run.paths import RunPaths, Status
 from nbtoolkit.run.serialization import add_note, unpack_value
 from nbtoolkit.search.algorithm import Search
 from nbtoolkit.search.slots import make_slots
@@ -135,7 +136,7 @@ def predict_mean(
             do="check the filter that made the test set",
         )
     path = results[0].paths
-    config = load_config(path.config, env=None).with_overrides(
+    config = run_config(path).with_overrides(
         {
             "tracking": {"mlflow": False, "tensorboard": False},
             "runtime": {
@@ -233,12 +234,11 @@ class _PredictionHandle(SearchHandle[_Predicted]):
     def _predicted(self, paths: RunPaths) -> _Predicted:
         finished = finished_folds(paths.folder, len(self._runs))
         parts = {job: unpack_value(self._runs[job].value(0)) for job in finished}
-        with reading(paths.result):
-            return _Predicted(read_json(paths.result)["status"], parts)
+        return _Predicted(cast("Status", result_of(paths, "prediction").status), parts)
 
     def _outcome(self) -> Any:
         __tracebackhide__ = True
-        for run in self._runs if self.paths.error.exists() else ():
+        for run in self._runs if failed(self.paths) else ():
             if run.error_pickle.exists():
                 raise_failure(run)
         return super()._outcome()

@@ -25,7 +25,7 @@ from nbtoolkit.environment.installed import installed_version
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError, FoldError
 from nbtoolkit.integrations.rounds import rounds_of
 from nbtoolkit.integrations.support import check_version, refuse_ranks
-from nbtoolkit.run.fingerprint import function_source
+from nbtoolkit.run.identity import code_of
 from nbtoolkit.run.paths import write_whole
 from nbtoolkit.training.evaluation import keep_predictor
 
@@ -69,7 +69,7 @@ def train_function(
 
     train.__name__ = getattr(estimator, "__name__", type(estimator).__name__)
     # A run is identified by its function's source and plain attributes: tell estimators apart.
-    text = function_source(estimator) if factory else f"{estimator.get_params()}"
+    text = f"{code_of(estimator) if factory else estimator.get_params()}"
     text = re.sub(r" at 0x[0-9a-f]+", "", f"{text} {options.get('metrics')}")
     train.__dict__["made_from"] = f"{train.__name__} {text}"
     return train

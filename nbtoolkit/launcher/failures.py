@@ -18,7 +18,8 @@ from nbtoolkit.environment.resources import memory_kills
 from nbtoolkit.errors import LaunchError, PlanError, RunFileError, WorkerDied, WorkerHung
 from nbtoolkit.launcher.worker_group import RankView, WorkerGroup
 from nbtoolkit.run import messages
-from nbtoolkit.run.paths import RunPaths, read_record, reading
+from nbtoolkit.run.attempts import last_event
+from nbtoolkit.run.paths import RunPaths, reading
 from nbtoolkit.run.serialization import (
     PackedError,
     add_note,
@@ -26,6 +27,7 @@ from nbtoolkit.run.serialization import (
     for_the_cell,
     one_line,
     pack_error,
+    recorded_error,
     unpack_error,
 )
 from nbtoolkit.run.tracebacks import show_users_part, user_line
@@ -89,9 +91,10 @@ def raise_failure(paths: RunPaths) -> NoReturn:
     try:
         error = _failure(paths)
     except RunFileError:
-        record = read_record(paths.error) or {}
-        with reading(paths.error):
-            error = as_worker_error(PackedError.from_fields(record))
+        ended = last_event(paths)
+        if ended is None or ended.error is None:
+            raise
+        error = as_worker_error(recorded_error(ended))
     _show_notes(error)
     show_users_part(error)
     raise error

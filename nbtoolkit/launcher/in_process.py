@@ -28,10 +28,11 @@ from nbtoolkit.errors import GroupStartFailed, RunStopped, TrackingError
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.run_result import RunResult, refuse_deleted
 from nbtoolkit.launcher.same_code import check_same_code
+from nbtoolkit.run.attempts import last_event
 from nbtoolkit.run.events import Event, EventReader, returned_numbers
 from nbtoolkit.run.messages import Question, Reply, Statement
 from nbtoolkit.run.output import CellOutput, Display
-from nbtoolkit.run.paths import RunPaths, folder_error
+from nbtoolkit.run.paths import RunPaths, folder_error, sign_lock
 from nbtoolkit.run.payload import JobSpec, RunRequest
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.resume import ChosenRun, write_header
@@ -72,14 +73,12 @@ class InProcessRecorder(RecordChannel):
         cell: CellOutput,
         on_event: Callable[[Event], None] | None,
     ) -> None:
-        offset = run.paths.events.stat().st_size if run.resumed else 0
         self._run, self._cell, self._on_event = run, cell, on_event
         self._thread = threading.get_ident()
-        self._reader = EventReader(run.paths.events, offset)
-        run.paths.own()
+        self._reader = EventReader(run.paths.events, run.events_size)
+        sign_lock(run.lock.fileno())
         job = request.job
         super().__init__(RunRecord(run.paths, deadline=job.deadline))
-        self.record.write(request.header)
         for level, text in request.notes:
             self.record.note(text, level)
         self._tracking = self._track(job.config)
@@ -239,7 +238,8 @@ def _call(
             add_note(error, advised)
         _fail(ctx, record, error)
         raise
-    if record is not None:
+    failed_elsewhere = ctx.world_size > 1 and ctx.paths.error_pickle.exists()
+    if record is not None and not failed_elsewhere:
         try:
             record.complete(status, ctx.world_size)
         except OSError as error:
@@ -248,7 +248,7 @@ def _call(
 
 def _fail(ctx: RunContext, record: RunRecord | None, error: BaseException) -> None:
     """Record the error, unless another rank failed first; the caller raises it in any case."""
-    if ctx.paths.error.exists():
+    if ctx.world_size > 1 and ctx.paths.error_pickle.exists():
         return
     with suppress(OSError):  # the disk may be the cause
         record = record or RunRecord(ctx.paths, deadline=None)
@@ -348,7 +348,7 @@ def run_in_place(
             )
             recorder = stack.enter_context(InProcessRecorder(run, request, cell, on_event))
         _run_rank(train, job, host, recorder)
-        _barrier(host, paths.ended)  # rank 0 has written the result
+        _barrier(host, lambda: last_event(paths) is not None)  # rank 0 has written it
     # A prepared optimizer is in a reference cycle. At the interpreter's end its gradients, which
     # are views of DDP's buckets, fail an assertion in torch 2.13: the process aborts.
     gc.collect()
@@ -362,6 +362,7 @@ def _choose(choose: Callable[[], ChosenRun], host: Host) -> ChosenRun | None:
     run = choose()
     for rank in range(host.world_size):
         run.paths.value(rank).unlink(missing_ok=True)  # of an earlier attempt
+    run.paths.error_pickle.unlink(missing_ok=True)
     return run
 
 
@@ -444,8 +445,9 @@ def first_node(nodes: str) -> str:
 def _wait_for_all(host: Host, paths: RunPaths) -> None:
     """Wait until the function has ended on all ranks; raise the error of a failed one."""
     values = [paths.value(rank) for rank in range(host.world_size)]
-    _barrier(host, lambda: paths.error.exists() or all(value.exists() for value in values))
-    if paths.error.exists():
+    failure = paths.error_pickle
+    _barrier(host, lambda: failure.exists() or all(value.exists() for value in values))
+    if failure.exists():
         raise_failure(paths)
 
 

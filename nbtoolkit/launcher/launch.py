@@ -363,7 +363,7 @@ def launch(
     with choose() as run:
         if learned := run.learned(plan):
             plan = make_plan(config, host, hardware, (*evidence, *learned), start=start)
-        header = write_header(run, config, plan, host, train)
+        header = write_header(run, config, plan, host, train, detached=detach)
         limit = time_limit(config)
         job = JobSpec(paths=run.paths, plan=plan, config=config, deadline=limit.deadline)
         request = RunRequest(
@@ -374,7 +374,6 @@ def launch(
             notes=(*run.notes, *limit.notes),
             speed=speed,
         )
-        offset = _size(run.paths.events) if run.resumed else 0  # none: it was cut off at once
         cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
         cell.begin(plan, run, tracking_place(config))
         if start == "inline":
@@ -386,7 +385,9 @@ def launch(
 
         shown = displays().show(cell, run.paths, screen)
         started = submit(train, request, run, detach=detach)
-        handle = RunHandle(run.paths, started, cell=shown, on_event=on_event, offset=offset)
+        handle = RunHandle(
+            run.paths, started, cell=shown, on_event=on_event, offset=run.events_size
+        )
     # From here on the supervisor alone holds the run's lock.
     if wait:
         return handle.result()
@@ -413,11 +414,10 @@ def _launch_remote(
     run = submit_to_cluster(where, train, config, choose=choose, call=call)
     cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
     cell.say(f"{where} -> {run.paths.folder}{tracking_place(config)}")
-    if run.warning is not None:
-        cell.say(f"warning: {run.warning}")
+    for warning in run.warnings:
+        cell.say(f"warning: {warning}")
     shown = displays().show(cell, run.paths, choose_screen(display, find_display()))
-    offset = _size(run.paths.events) if run.resumed else 0
-    return RunHandle(run.paths, cell=shown, on_event=on_event, offset=offset)
+    return RunHandle(run.paths, cell=shown, on_event=on_event, offset=run.events_size)
 
 
 def _size(path: Path) -> int:

@@ -34,7 +34,7 @@ def submit_to_cluster(
     choose: Callable[[], ChosenRun],
     call: Callable[[RunPaths, int | None], Call],
     search: bool = False,
-    **identity: object,
+    **identity: Any,
 ) -> ChosenRun:
     """Choose the run's folder, write the call into it, and submit the job that makes it.
 
@@ -47,7 +47,7 @@ def submit_to_cluster(
         choose: finds or creates the run.
         call: makes the call from the run's paths and the ranks of the machine (None: by itself).
         search: whether the call is a sweep or a cross-validation.
-        identity: further fields of ``versions.json``.
+        identity: further fields of the first event.
 
     Returns:
         The run, whose lock is released: the job will hold it.

@@ -15,10 +15,11 @@ from nbtoolkit.environment.resources import Activity, wait_while_active
 from nbtoolkit.errors import LaunchError, RunFolderError
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline, refuse_deleted
+from nbtoolkit.run.attempts import completed, first_event, last_event, readable_first_event
 from nbtoolkit.run.events import Event, EventReader, RunEnded, RunStarted
 from nbtoolkit.run.messages import KillRequest, StopRequest, SupervisorLost
 from nbtoolkit.run.output import RunDisplay, displays
-from nbtoolkit.run.paths import RunPaths, read_or_empty, read_result, write_json
+from nbtoolkit.run.paths import RunPaths, read_or_empty, reading, write_json
 from nbtoolkit.run.remote_job import remote_job
 from nbtoolkit.run.signals import (
     SignalFlag,
@@ -81,7 +82,7 @@ class RunHandle:
     def done(self) -> bool:
         """Return True if the run has ended, or has lost its supervisor."""
         self._receive()
-        over = self._remote is None and self.paths.ended()  # a job may start the run again
+        over = self._remote is None and last_event(self.paths) is not None  # a job may run again
         return over or not self._supervisor_lives()
 
     @property
@@ -95,10 +96,8 @@ class RunHandle:
         """
         if self._supervisor_lives():
             return "running" if self._remote is None else self._remote.state().text
-        if self.paths.error.exists():
-            return "failed"
-        ended = read_result(self.paths)
-        return ended["status"] if ended is not None else "cut off"
+        ended = last_event(self.paths)
+        return ended.status if ended is not None else "cut off"
 
     def logs(self, rank: int = 0) -> str:
         """Return the output of a rank so far; empty if there is none."""
@@ -263,7 +262,7 @@ class RunHandle:
     def _supervisor_lives(self) -> bool:
         if self._remote is not None:
             # A run that has ended early may start again.
-            over = self.paths.completed() and not self.paths.owned()
+            over = completed(self.paths) and not self.paths.owned()
             return not over and self._remote.active()
         if self._line is not None:
             return not self._line.closed
@@ -297,10 +296,14 @@ class RunHandle:
             kind = {"RunFolderError": RunFolderError}.get(lost.error, LaunchError)
             raise kind(lost.what, allowed=lost.allowed, do=lost.do)
         refuse_deleted(self.paths)
-        if self.paths.error.exists():
+        ended = last_event(self.paths)
+        if ended is not None and ended.status == "failed":
             raise_failure(self.paths)
-        if self.paths.result.exists():
+        if ended is not None:
             return RunResult(self.paths)
+        with reading(self.paths.events):
+            if first_event(self.paths) is None:
+                raise ValueError("it has no first event")
         if self._remote is not None:
             raise LaunchError(
                 f"the job of the run {self.paths.run_id} has ended without a result: "
@@ -414,5 +417,6 @@ def _tracking_state(paths: RunPaths) -> tuple[bool, str]:
         return False, ""
     # The file of an earlier attempt has read fewer events, or is older than this attempt.
     done = state.get("done") and state.get("read", 0) >= paths.events.stat().st_size
-    owner: dict[str, Any] = read_or_empty(paths.owner)
-    return bool(done), state.get("error", "") if written >= owner.get("since", 0.0) else ""
+    started = readable_first_event(paths)
+    new = started is None or written >= started.t
+    return bool(done), state.get("error", "") if new else ""

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.errors import CheckpointError, LaunchError, RunFolderError
 from nbtoolkit.launcher.failures import raise_failure
-from nbtoolkit.run.events import EventReader, MetricsLogged, RunStarted
+from nbtoolkit.run.attempts import last_event, newest_plan
+from nbtoolkit.run.events import EventReader, MetricsLogged, RunEnded, RunStarted
 from nbtoolkit.run.output import charts
-from nbtoolkit.run.paths import RunPaths, Status, read_record, read_result, reading
+from nbtoolkit.run.paths import RunPaths, Status, reading
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.text_table import html_table
 
@@ -39,20 +40,15 @@ class RunResult:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        ended = read_result(paths)
-        if ended is None:
-            raise LaunchError(
-                f"the run {paths.folder} has no result", do="attach to it with nb.attach(folder)"
-            )
+        ended = result_of(paths, "run")
         self.paths = paths
-        with reading(paths.result):
-            self.status: Status = ended["status"]
-            self.metrics: dict[str, float] = ended["metrics"]
-            self.seconds: float = ended["seconds"]
-            self.checkpoint = _find_checkpoint(paths, ended["checkpoint"])
-            self._processes: int = ended["processes"]
-        with reading(paths.plan):
-            self.plan = LaunchPlan.from_dict(read_record(paths.plan) or {})
+        self.status = cast("Status", ended.status)
+        self.metrics = ended.metrics
+        self.seconds = ended.seconds or 0.0
+        self.checkpoint = _find_checkpoint(paths, ended.checkpoint)
+        self._processes = ended.processes
+        with reading(paths.events):
+            self.plan = LaunchPlan.from_dict(newest_plan(paths))
 
     @cached_property
     def value(self) -> Any:
@@ -152,6 +148,25 @@ class RunResult:
         return html_table("run", rows)
 
 
+def result_of(paths: RunPaths, kind: str) -> RunEnded:
+    """Return the last event of a run or search that has ended without an error.
+
+    Args:
+        paths: its folder.
+        kind: what it is, for the message.
+
+    Raises:
+        LaunchError: it has not ended, or has failed.
+        RunFileError: its events cannot be read.
+    """
+    ended = last_event(paths)
+    if ended is None or ended.status == "failed":
+        raise LaunchError(
+            f"the {kind} {paths.folder} has no result", do="attach to it with nb.attach(folder)"
+        )
+    return ended
+
+
 def pack_at_deadline(status: Status, paths: RunPaths, say: Callable[[str], None]) -> None:
     """Pack a run that ended at its deadline, if its session is about to end.
 
@@ -173,10 +188,10 @@ def refuse_deleted(paths: RunPaths) -> None:
         RunFolderError: the folder is missing, or holds only files written after the deletion. Its
             cause is the exception that the function raised.
     """
-    if not paths.versions.exists():
+    if not paths.events.exists():
         failure: BaseException | None = None
         try:
-            if paths.error.exists():
+            if paths.error_pickle.exists():
                 raise_failure(paths)
         except BaseException as error:
             failure = error

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nbtoolkit.errors import LaunchError
-from nbtoolkit.run.fingerprint import code_hash
+from nbtoolkit.run.identity import own_source
 from nbtoolkit.version import __version__
 from nbtoolkit.worker.collectives import gather_on_all
 
 FUNCTION = "the training function"
-"""What is compared by a hash of its source, without the values that are bound to it."""
+"""What is compared by its source, without the values that are bound to it."""
 
 
 def check_same_code(train: Callable[..., Any], ranks: int) -> None:
@@ -33,7 +33,7 @@ def check_same_code(train: Callable[..., Any], ranks: int) -> None:
         "torch": torch.__version__.partition("+")[0],
         "nbtoolkit": __version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
-        FUNCTION: code_hash(train),
+        FUNCTION: own_source(train),
     }
     found = gather_on_all((platform.node(), own), ranks)
     refuse_differences([f"rank {rank} ({node})" for rank, (node, _) in enumerate(found)],
@@ -45,7 +45,7 @@ def refuse_differences(names: Sequence[str], found: Sequence[Mapping[str, str]])
 
     Args:
         names: of the ranks, for the message.
-        found: each rank's versions, and the hash of its function.
+        found: each rank's versions, and the source of its function.
 
     Raises:
         LaunchError: names the first difference.

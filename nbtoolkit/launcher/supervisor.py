@@ -17,8 +17,7 @@ from nbtoolkit.launcher.restarts import Restarts
 from nbtoolkit.launcher.worker_group import RankView, Spawner, WorkerGroup
 from nbtoolkit.run import messages
 from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
-from nbtoolkit.run.events import RETURNED, Event, MetricsReported, RankPhaseChanged
-from nbtoolkit.run.paths import write_json
+from nbtoolkit.run.events import RETURNED, Event, MetricsReported, PlanChanged, RankPhaseChanged
 from nbtoolkit.run.payload import RunRequest
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.serialization import pack_error
@@ -100,8 +99,7 @@ class RunSupervisor:
         self._restarting: tuple[failures.Failure, float] | None = None
 
     def begin(self) -> None:
-        """Write the first event, and start the ranks."""
-        self.record.write(self._request.header)
+        """Start the ranks of an attempt whose first event is written."""
         for level, text in self._request.notes:
             self.record.note(text, level)
         self._follow(self._start())
@@ -237,7 +235,7 @@ class RunSupervisor:
         self.plan = make_plan(
             request.job.config, request.host, request.hardware, self._evidence, start=start
         )
-        write_json(self.paths.plan, self.plan.to_dict())
+        self.record.write(PlanChanged(plan=self.plan.to_dict()))
         self.record.note(
             f"{self.plan.reasons[0]}\nnew plan: {self.plan.explain()}", level="warning"
         )

@@ -22,7 +22,7 @@ from nbtoolkit.errors import LaunchError
 from nbtoolkit.launcher.supervisor import RunSupervisor
 from nbtoolkit.launcher.worker_group import ForkServerGone, Spawner
 from nbtoolkit.run import messages
-from nbtoolkit.run.paths import RunPaths, folder_error
+from nbtoolkit.run.paths import RunPaths, folder_error, sign_lock
 from nbtoolkit.run.payload import RunRequest, unpack
 from nbtoolkit.run.signals import ENDING, SignalFlag, describe_signal
 from nbtoolkit.run.transport import Connection
@@ -162,7 +162,7 @@ def supervising(
     given = message.descriptors
     line = Connection(socket.socket(fileno=given.connection))
     try:
-        paths.own(detached=message.detached)
+        sign_lock(given.lock)
         spawner = Spawner(forkserver, given.payload)
         yield EventLoop(line, spawner, detached=message.detached), spawner
     except ForkServerGone:

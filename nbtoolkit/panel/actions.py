@@ -10,13 +10,14 @@ from pathlib import Path
 from pprint import pformat
 from typing import Literal, TypedDict
 
-from nbtoolkit.config.schema import Config, load_config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.crossval.cross_validation import cross_validate
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.launch import Train, launch
 from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.panel.form import FormState, Validation
+from nbtoolkit.run.attempts import run_config
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.search.sweep import FOLDS_FILE, sweep, sweep_to_resume
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, read_sweep_config
@@ -289,12 +290,12 @@ def best_config(state: State | None) -> Config | None:
     best = best_trial(state)
     if best is None or state is None or state.gone:
         return None
-    return load_config(state.paths.config, env=None).with_overrides(dict(best.params))
+    return run_config(state.paths).with_overrides(dict(best.params))
 
 
 def _resume(state: State, train: Train | None, trials: int | None = None) -> RunHandle:
     """Resume a run or a search with its folder's settings; a sweep with more trials if asked."""
-    config, folder = load_config(state.paths.config, env=None), state.paths.folder
+    config, folder = run_config(state.paths), state.paths.folder
     function = train if train is not None else find_task(config.task)
     if state.kind == "run":
         return launch(function, config, resume=folder, **_BACKGROUND)

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from nbtoolkit.config.schema import load_config
 from nbtoolkit.errors import LaunchError, NbtoolkitError
 from nbtoolkit.launcher.launch import Train
 from nbtoolkit.panel import actions
@@ -22,6 +21,7 @@ from nbtoolkit.panel.board import Board, SavedPage, TrialTable
 from nbtoolkit.panel.form import FormState, Validation, drop_edits, kept_edits
 from nbtoolkit.panel.setup import Setup, cost_text, count_slots, place_text, training_seconds
 from nbtoolkit.panel.widgets import set_text, set_trait, show
+from nbtoolkit.run.attempts import run_config
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.search.sweep import SWEEP_CONFIG_FILE
 from nbtoolkit.text_table import ago
@@ -417,7 +417,7 @@ class Controller:
         paths = RunPaths(self._folder)
         file = paths.folder / SWEEP_CONFIG_FILE
         space = file.read_text() if file.is_file() else self.board.setup.state.space
-        self.board.setup.load(FormState(load_config(paths.config, env=None), space))
+        self.board.setup.load(FormState(run_config(paths), space))
         self._show_message(f"Set up has the settings of {paths.run_id}")
 
     def _show_message(self, text: str) -> None:

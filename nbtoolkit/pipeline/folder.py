@@ -28,6 +28,7 @@ from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import NotebookError, PipelineError
 from nbtoolkit.notebooks.handle import NotebookFiles
 from nbtoolkit.pipeline.definition import Published, Step
+from nbtoolkit.run.attempts import readable_first_event
 from nbtoolkit.run.paths import RunPaths, read_json, runs_in, write_json
 from nbtoolkit.version import __version__
 
@@ -267,7 +268,8 @@ def _replace(value: Any, old: str, new: str) -> Any:
 
 def _ends_soon(run: RunPaths) -> bool:
     """Whether a supervisor owns a run, and ends with the kernel that launched the run."""
-    return run.owned() and not (read_json(run.owner) or {}).get("detached")
+    first = readable_first_event(run)
+    return run.owned() and not (first is not None and first.detached)
 
 
 def _wait_until(condition: Callable[[], bool], seconds: float) -> None:

@@ -15,8 +15,8 @@ from statistics import median
 from nbtoolkit.config.schema import flat_settings
 from nbtoolkit.errors import ReportFolderError
 from nbtoolkit.report.predictions import NoPredictions, Predictions, joined, predictions_of
-from nbtoolkit.run.fingerprint import decides_result
-from nbtoolkit.run.paths import KIND_NAMES, TRASH, RunPaths, age_key, write_whole
+from nbtoolkit.run.identity import decides_result
+from nbtoolkit.run.paths import EVENTS, KIND_NAMES, TRASH, RunPaths, age_key, write_whole
 from nbtoolkit.text_table import counted, duration, metric_column, moment, shortened
 from nbtoolkit.views.chart import PALETTE, RUNNING, Axis, Series, as_images, chart
 from nbtoolkit.views.markup import alert, card, data_table, grid, paragraph, tiles, view
@@ -151,8 +151,7 @@ def runs_below(folder: Path) -> list[RunPaths]:
 
 
 def _runs(folder: Path, depth: int) -> Iterator[RunPaths]:
-    # Both files: MLflow keeps a copy of the first among a run's artifacts.
-    if all(os.path.isfile(folder / name) for name in ("versions.json", "events.jsonl")):
+    if os.path.isfile(folder / EVENTS):
         yield RunPaths(folder)
         return
     if not depth:

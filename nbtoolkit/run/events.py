@@ -2,7 +2,9 @@
 
 Each line is a JSON object with ``t``, ``type`` and the fields of that type's class:
 
+    submitted   RunSubmitted: a job of a cluster will begin the attempt
     run         RunStarted: the first line of each attempt
+    plan        PlanChanged: after a failure that another plan may avoid
     rank        RankPhaseChanged
     note        NoteAdded: a sentence for the user
     metrics     MetricsLogged: from ctx.log
@@ -41,7 +43,7 @@ from typing import (
 
 from nbtoolkit.run import messages
 from nbtoolkit.run.messages import Statement
-from nbtoolkit.run.paths import reading
+from nbtoolkit.run.paths import open_regular, reading
 
 Reading: TypeAlias = dict[str, float | str]
 """``rank`` or ``index`` (of a GPU), and the values read there, by name."""
@@ -53,37 +55,65 @@ class Event(Statement):
     t: float = 0.0
 
 
-class RunStarted(Event, type="run"):
-    """An attempt begins.
+RECORD = 1
+"""The version of the record. Runs of other versions are shown, and never resumed."""
+
+
+class RunSubmitted(Event, type="submitted"):
+    """An attempt will begin in a job of a cluster.
 
     Attributes:
+        record: the version of the record (:data:`RECORD`); 0: of an earlier build.
         run_id: the name of the run's folder.
         attempt: 1, or more where the run was resumed or its ranks were restarted.
-        restarted_after: the failure after which the supervisor restarted the ranks; empty: a launch
-            began the attempt.
-        fingerprint: identifies the configuration and the function.
-        function: its module and name.
+        identity: a hash of what decides the result (run/identity.py).
+        code: the hashes of the user's functions in it, by name.
+        function: the training function's module and name.
         host: the kind of machine or service it runs on.
+        detached: whether it outlives the process that has launched it.
         versions: of Python and libraries, by name.
         config: all settings, nested.
         search: ``"sweep"`` or ``"cv"``; None: a single run or a job of a search.
-        params: the trial's parameters, by dotted name.
-        plan: the launch plan.
-        mlflow_parent: the MLflow run that was active in the kernel; None: there was none.
+        total: the trials that a search is to have; None: no limit.
+        timeout: the seconds that a search may take; None: no limit.
     """
 
+    record: int = 0
     run_id: str = ""
     attempt: int = 1
-    restarted_after: str = ""
-    fingerprint: str = ""
+    identity: str = ""
+    code: dict[str, str] = field(default_factory=dict)
     function: str = ""
     host: str = ""
+    detached: bool = False
     versions: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     search: str | None = None
+    total: int | None = None
+    timeout: float | None = None
+
+
+class RunStarted(RunSubmitted, type="run"):
+    """An attempt begins.
+
+    Attributes:
+        restarted_after: the failure after which the supervisor restarted the ranks; empty: a launch
+            began the attempt.
+        params: the trial's parameters, by dotted name.
+        plan: the launch plan; a later :class:`PlanChanged` replaces it.
+        mlflow_parent: the MLflow run that was active in the kernel; None: there was none.
+    """
+
+    restarted_after: str = ""
     params: dict[str, object] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
     mlflow_parent: str | None = None
+
+
+class PlanChanged(Event, type="plan"):
+    """The ranks start again with another plan."""
+
+    plan: dict[str, Any]
 
 
 class RankPhaseChanged(Event, type="rank"):
@@ -200,19 +230,33 @@ class RunEnded(Event, type="ended"):
     Attributes:
         status: ``"completed"``, ``"pruned"``, ``"stopped"``, ``"deadline"`` or ``"failed"``.
         seconds: its wall time.
-        error: the error in one line, if it failed.
         metrics: the last reported ones.
+        processes: the number of ranks; each of a completed run has left a value.
+        checkpoint: the last saved checkpoint; None: there is none.
+        summary: what a search adds, as its algorithm has it.
+        error: the type and the text of the error of a failed run.
+        traceback: its printed traceback.
+        rank: the rank that raised it; None: no rank did.
+        notes: sentences to add to it.
     """
 
     status: str
     seconds: float | None = None
-    error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    processes: int = 1
+    checkpoint: str | None = None
+    summary: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    traceback: str = ""
+    rank: int | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 JobEvent: TypeAlias = TrialChanged | FoldChanged
 
-_CLASSES: dict[str, type[Event]] = {kind.type: kind for kind in Event.__subclasses__()}
+_CLASSES: dict[str, type[Event]] = {
+    kind.type: kind for kind in (*Event.__subclasses__(), *RunSubmitted.__subclasses__())
+}
 
 
 def encode(event: Event) -> bytes:
@@ -269,7 +313,11 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._fd = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        size = os.fstat(self._fd).st_size
+        # A crash may have cut the last line; an event behind it in the same line would be lost.
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")
 
     def write(self, event: Event) -> None:
         """Append one event; sets its time if it has none.
@@ -307,10 +355,10 @@ class EventReader:
         """
         with reading(self._path):
             try:
-                file = self._path.open("rb")
+                fd = open_regular(self._path, os.O_RDONLY)
             except FileNotFoundError:
                 return
-            with file:
+            with os.fdopen(fd, "rb") as file:
                 file.seek(self.offset)
                 for line in file:
                     if not line.endswith(b"\n"):

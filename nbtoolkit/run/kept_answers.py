@@ -18,9 +18,9 @@ from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.launch_plan import Start
 from nbtoolkit.environment.placement import MeasuredSpeed, strategy_is_open
 from nbtoolkit.errors import TuningError
-from nbtoolkit.run.fingerprint import function_source
+from nbtoolkit.run.identity import code_of
 from nbtoolkit.run.paths import read_or_empty
-from nbtoolkit.run.versions_record import versions
+from nbtoolkit.run.versions import versions
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
@@ -57,7 +57,7 @@ def answer_key(train: Callable[..., Any], config: Config, *more: object) -> str:
     settings = flat_settings(config.to_dict())
     hardware = detect_hardware()
     about = {
-        "function": function_source(train),
+        "function": code_of(train),
         "model": config.model.to_dict(),
         "data": config.data.to_dict(),
         "settings": [settings.get(name) for name in _SETTINGS],

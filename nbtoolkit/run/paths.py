@@ -1,9 +1,9 @@
-"""Name every file of a run, write files atomically, and make run ids and fingerprints.
+"""Name every file of a run, write files atomically, and make run ids.
 
 <output_dir>/<run id>/                    mode 0700: private; the files inside follow the umask
-config.yaml  plan.json  versions.json     the decisions, written before anything starts
-owner.lock  owner.json                    the process in charge (flock, mode 0600; pid)
-events.jsonl                              the run's events, append-only: what every reader reads
+events.jsonl                              the run's record, append-only: what every reader reads
+config.yaml                               the settings of the newest attempt, for people
+owner.lock                                held (flock, mode 0600) by the process in charge; its pid
 stop                                      a handle's request to stop
 tracking.lock  tracking.json              how much of it MLflow has (with tracking on; flock)
 ranks/launcher.txt                        output of notebook_launcher's own process
@@ -14,8 +14,7 @@ values/<rank>.pkl                         return values (pickled: load only your
 checkpoints/                              written by ctx.save and fit
 predictor.pkl                             the model of a fold (pickled: load only your own runs)
 samples/rank-<rank>.jsonl                 the samples of each step (tracking.record_samples)
-result.json | error.json, error.pkl       how the run ended
-previous/                                 the decisions and the end of the attempt before
+error.pkl                                 the exception that ended a failed run (pickled)
 annotations.json                          the user's title and notes (views/runs.py)
 
 The folder of a search also has sweep.yaml, study.jsonl and trials/<number>/, or folds/<number>/
@@ -25,33 +24,23 @@ and folds.json (docs/sweep.md); each trial and fold is the folder of a run.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import re
-import reprlib
 import secrets
 import stat
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from types import UnionType
-from typing import (
-    IO,
-    Any,
-    Literal,
-    TypedDict,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-    is_typeddict,
-)
+from typing import IO, Any, Literal
 
 from nbtoolkit.errors import LaunchError, RunFileError, RunFolderError
+
+EVENTS = "events.jsonl"
+"""The file that makes a folder the folder of a run."""
 
 
 class _File:
@@ -71,27 +60,17 @@ class RunPaths:
     folder: Path
 
     config = _File("config.yaml")
-    """The resolved configuration (YAML)."""
-    plan = _File("plan.json")
-    """The launch plan (JSON)."""
-    versions = _File("versions.json")
-    """Versions, host, function name and fingerprint (JSON)."""
-    events = _File("events.jsonl")
-    """The run's events (JSON lines)."""
+    """The resolved configuration (YAML), for people; the events have it, too."""
+    events = _File(EVENTS)
+    """The run's record: its events (JSON lines)."""
     lock = _File("owner.lock")
-    """Locked (flock) by the supervisor while it lives."""
-    owner = _File("owner.json")
-    """Who owns or owned the run (JSON: pid, since, detached)."""
+    """Locked (flock) by the supervisor while it lives; holds its pid."""
     stop = _File("stop")
     """A handle's request to stop (JSON: grace, reason)."""
     checkpoints = _File("checkpoints")
     """The folder that ctx.save and fit write to."""
-    result = _File("result.json")
-    """The result of a run that did not fail (JSON)."""
-    error = _File("error.json")
-    """The error of a failed run (JSON; the exception itself is in ``error.pkl``)."""
     error_pickle = _File("error.pkl")
-    """The failed rank's exception."""
+    """The exception that ended a failed run; its text is in the last event, too."""
     commands = _File("commands")
     """Handles' commands to a search, one file each; the search removes those it has read."""
     tracking_lock = _File("tracking.lock")
@@ -105,8 +84,6 @@ class RunPaths:
     """What predicts a test set with the model of a fold (pickled; ``cv.predict`` reads it)."""
     remote = _File("remote/job.json")
     """The job of a cluster that trains the run (JSON: where, job)."""
-    previous = _File("previous")
-    """The decisions and the end of the attempt before this one."""
     elastic = _File("ranks/elastic")
     """Temporary files of the launcher; removed by the supervisor."""
     agent_log = _File("ranks/launcher.txt")
@@ -163,19 +140,28 @@ class RunPaths:
         except OSError as error:
             raise folder_error(parent, error) from error
 
-    def own(self, *, detached: bool = False) -> None:
-        """Record this process, which holds the lock, as the owner."""
-        owner = {"pid": os.getpid(), "since": time.time(), "detached": detached}
-        write_json(self.owner, owner, durable=False)
+    def owner(self) -> int | None:
+        """The pid of the process that owns this run; None if no process does."""
+        if not self.owned():
+            return None
+        try:
+            return int(self.lock.read_text())
+        except (OSError, ValueError):  # another user's run, or it is being started
+            return None
 
     def owned(self) -> bool:
-        """Whether a live supervisor owns this run: some process holds its lock."""
-        try:
-            fd = os.open(self.lock, os.O_RDONLY)
-        except FileNotFoundError:
-            return False
-        except PermissionError:  # another user's run, whose lock Linux lists
-            return f":{self.lock.stat().st_ino} " in Path("/proc/locks").read_text()
+        """Whether a live supervisor owns this run: some process holds its lock.
+
+        Raises:
+            RunFileError: the lock is no regular file.
+        """
+        with reading(self.lock):
+            try:
+                fd = open_regular(self.lock, os.O_RDONLY)
+            except FileNotFoundError:
+                return False
+            except PermissionError:  # another user's run, whose lock Linux lists
+                return f":{self.lock.stat().st_ino} " in Path("/proc/locks").read_text()
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
@@ -184,24 +170,9 @@ class RunPaths:
         finally:
             os.close(fd)
 
-    def completed(self) -> bool:
-        """Whether the run is finished; not if it was stopped, ran out of time or failed."""
-        # A crash of the machine may cut a result short: then there is none.
-        return read_or_empty(self.result).get("status") in ("completed", "pruned")
-
-    def ended(self) -> bool:
-        """Whether the run has ended: there is a result or an error."""
-        return self.result.exists() or self.error.exists()
-
 
 Kind = Literal["run", "sweep", "cv"]
 KIND_NAMES: dict[Kind, str] = {"run": "run", "sweep": "sweep", "cv": "cross-validation"}
-
-
-def kind_of(versions: Mapping[str, object]) -> Kind:
-    """Return what a folder holds, by its ``versions.json``."""
-    kind = versions.get("kind")
-    return "sweep" if kind == "sweep" else "cv" if kind == "cv" else "run"
 
 
 def find_run(
@@ -219,13 +190,19 @@ def find_run(
         )
     for folder in (Path(run).expanduser(), Path(output_dir).expanduser() / run):
         with reading(folder):  # another user's
-            if (folder / "versions.json").is_file():
+            if (folder / EVENTS).is_file():
                 return RunPaths(folder.absolute())
     raise LaunchError(
         f"there is no run {run}",
         allowed=f"a run's folder, or the id of a run under {Path(output_dir).absolute()}",
         do="look for folders named <time>-<name>-<4 hex> there",
     )
+
+
+def sign_lock(lock: int) -> None:
+    """Write this process's pid into the file of a lock that it holds, by its descriptor."""
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
 
 def folder_error(folder: Path, error: OSError) -> RunFolderError:
@@ -290,6 +267,19 @@ def exclusive(path: Path) -> Iterator[None]:
         yield
 
 
+def open_regular(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file of a run, and return its descriptor.
+
+    Raises:
+        OSError: it is no regular file, or cannot be opened. To open or read a FIFO waits forever.
+    """
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
+    return fd
+
+
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn any error of the ``with`` block, which reads a run's file, into a RunFileError.
@@ -319,10 +309,8 @@ def read_json(path: Path) -> Any:
     """
     with reading(path):
         try:
-            # Reading a FIFO would block forever.
-            if not stat.S_ISREG(path.stat().st_mode):
-                raise OSError("it is not a regular file")
-            return json.loads(path.read_text(encoding="utf-8"))
+            with os.fdopen(open_regular(path, os.O_RDONLY), encoding="utf-8") as file:
+                return json.load(file)
         except FileNotFoundError:
             return None
 
@@ -340,43 +328,6 @@ def read_record(path: Path) -> dict[str, object] | None:
     return value
 
 
-def typed_record(path: Path, kind: type) -> dict[str, object] | None:
-    """Like :func:`read_record`, if its values have the types of a TypedDict.
-
-    Raises:
-        RunFileError: it is damaged, has a value of another type, or is another user's.
-    """
-    record = read_record(path)
-    if record is None:
-        return None
-    with reading(path):
-        for name, hint in get_type_hints(kind).items():
-            if name in record and not _fits(record[name], hint):
-                raise TypeError(f"{name} is {reprlib.repr(record[name])}, of another type")
-    return record
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a value of JSON has the type of an annotation."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return True
-    if origin in (Union, UnionType):
-        return any(_fits(value, each) for each in arguments)
-    if is_typeddict(hint):
-        hints = get_type_hints(hint)
-        return isinstance(value, dict) and all(
-            _fits(part, hints[name]) for name, part in value.items() if name in hints
-        )
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(part, arguments[1]) for part in value.values())
-    if origin is list:
-        return isinstance(value, list) and all(_fits(part, arguments[0]) for part in value)
-    if hint is float:
-        return isinstance(value, (int, float))
-    return isinstance(value, str if origin is Literal else hint)
-
-
 def read_or_empty(path: Path) -> dict[str, object]:
     """The JSON object in a file; empty if the file is missing or cannot be read."""
     try:
@@ -386,36 +337,6 @@ def read_or_empty(path: Path) -> dict[str, object]:
 
 
 Status = Literal["completed", "pruned", "stopped", "deadline"]
-
-
-class SearchSummary(TypedDict, total=False):
-    """What a search adds to its result; the best trial is a sweep's with one metric."""
-
-    shared_files: list[str]
-    best: int | None
-    best_value: float | None
-    best_params: dict[str, Any] | None
-    counts: dict[str, int]
-
-
-class ResultRecord(TypedDict, total=False):
-    """The content of ``result.json``; ``summary`` is a search's."""
-
-    status: Status
-    metrics: dict[str, float]
-    seconds: float
-    processes: int
-    checkpoint: str | None
-    summary: SearchSummary
-
-
-def read_result(paths: RunPaths) -> ResultRecord | None:
-    """The content of ``result.json``; None if the run has no result.
-
-    Raises:
-        RunFileError: it is damaged, or another user's.
-    """
-    return cast("ResultRecord | None", typed_record(paths.result, ResultRecord))
 
 
 TRASH = ".trash"
@@ -428,23 +349,24 @@ def runs_in(output_dir: str | os.PathLike[str]) -> list[RunPaths]:
     if not os.path.isdir(parent):
         return []
     # os.path.isfile is False for the folders of other users, where Path.is_file raises.
-    folders = [entry for entry in parent.iterdir() if os.path.isfile(entry / "versions.json")]
+    folders = [entry for entry in parent.iterdir() if os.path.isfile(entry / EVENTS)]
     return [RunPaths(folder) for folder in sorted(folders, key=age_key, reverse=True)]
 
 
 def age_key(folder: Path) -> tuple[str, int, str]:
     """The key that sorts run folders, oldest first: the second in the id, then the file time."""
-    second = _SECOND.match(folder.name)
+    second = RUN_ID.match(folder.name)
     if second is None:
         return folder.name, 0, ""
     try:
-        written = (folder / "versions.json").stat().st_mtime_ns
-    except OSError:  # deleted meanwhile
+        written = (folder / "config.yaml").stat().st_mtime_ns
+    except OSError:  # deleted meanwhile, or lost
         written = 0
     return second[0], written, folder.name
 
 
-_SECOND = re.compile(r"\d{8}T\d{6}")  # the beginning of a run id
+RUN_ID = re.compile(r"\d{8}T\d{6}")
+"""The beginning of a run id."""
 
 
 # --- runs of a notebook ---

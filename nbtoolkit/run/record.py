@@ -1,4 +1,4 @@
-"""Write a run's events and result, and hold what its supervisor needs of them."""
+"""Write a run's events, and hold what its supervisor needs of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.run.events import (
     CheckpointSaved,
@@ -20,7 +20,7 @@ from nbtoolkit.run.events import (
     StopRequested,
 )
 from nbtoolkit.run.messages import StopRequest
-from nbtoolkit.run.paths import RunPaths, write_json, write_whole
+from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.run.rank_check import Weights, divergence_warning, report_warning
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 class RunRecord:
-    """Writes a run's events and result; holds its latest metrics, checkpoint and stop request.
+    """Writes a run's events; holds its latest metrics, checkpoint and stop request.
 
     Args:
         paths: the run's folder.
         deadline: unix time at which the run must end; None: no limit.
-        durable: flush the result to disk before it is announced (5 to 20 ms); False where a crash
-            of the machine may lose it, because another process knows it too.
+        durable: flush the end to disk before it is announced (5 to 20 ms); False where a crash of
+            the machine may lose it, because another process knows it too.
     """
 
     def __init__(self, paths: RunPaths, *, deadline: float | None, durable: bool = True) -> None:
@@ -133,19 +133,18 @@ class RunRecord:
         self.checkpoint = path
         self._log.write(CheckpointSaved(path=path, step=step, kind=kind))
 
-    def complete(self, status: str, processes: int, **more: object) -> None:
-        """End the run without an error: writes the result (with ``more``), then the last event."""
-        seconds = time.time() - self.started
-        result = {
-            "status": status,
-            "metrics": self.metrics,
-            "seconds": seconds,
-            "processes": processes,
-            "checkpoint": self.checkpoint,
-            **more,
-        }
-        write_json(self.paths.result, result, durable=self._durable)
-        self._end(status, seconds, None)
+    def complete(
+        self, status: str, processes: int, *, summary: Mapping[str, Any] | None = None
+    ) -> None:
+        """End the run without an error.
+
+        Args:
+            status: how it has ended.
+            processes: the number of its ranks.
+            summary: what a search adds.
+        """
+        self.paths.error_pickle.unlink(missing_ok=True)  # of an earlier attempt
+        self._end(RunEnded(status=status, processes=processes, summary=dict(summary or {})))
 
     def fail(self, error: PackedError, *, rank: int | None, notes: Sequence[str] = ()) -> None:
         """End the run with an error.
@@ -155,14 +154,16 @@ class RunRecord:
             rank: that raised it; None: no rank did.
             notes: sentences to add to it.
         """
-        seconds = time.time() - self.started
         error = replace(error, rank=rank, notes=notes)
         write_whole(self.paths.error_pickle, error.encode(), durable=self._durable)
-        readable = {**error.readable(), "seconds": seconds}
-        write_json(self.paths.error, readable, durable=self._durable)
-        self._end("failed", seconds, f"{error.type}: {error.text}")
+        text = f"{error.type}: {error.text}"
+        trace = error.traceback
+        ended = RunEnded(status="failed", error=text, traceback=trace, rank=rank, notes=[*notes])
+        self._end(ended)
 
-    def _end(self, status: str, seconds: float, error: str | None) -> None:
-        metrics = self.metrics
-        self._log.write(RunEnded(status=status, seconds=seconds, error=error, metrics=metrics))
+    def _end(self, ended: RunEnded) -> None:
+        seconds = time.time() - self.started
+        self._log.write(
+            replace(ended, seconds=seconds, metrics=self.metrics, checkpoint=self.checkpoint)
+        )
         self._log.close(durable=self._durable)

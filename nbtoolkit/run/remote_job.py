@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from nbtoolkit.run.attempts import completed
 from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def remote_job(paths: RunPaths) -> RemoteJob | None:
 def awaits_job(paths: RunPaths) -> bool:
     """Whether a job of another process waits or runs, which will lock the run."""
     job = remote_job(paths)
-    return job is not None and not paths.completed() and job.active()
+    return job is not None and not completed(paths) and job.active()
 
 
 def write_job(paths: RunPaths, where: str, job: Mapping[str, object], events_size: int) -> None:

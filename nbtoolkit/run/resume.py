@@ -8,47 +8,44 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config.schema import load_config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.kernel_mlflow import active_run
 from nbtoolkit.environment.plan import OutOfMemory
-from nbtoolkit.errors import LaunchError, ResumeError
-from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
-from nbtoolkit.run.events import RunStarted
-from nbtoolkit.run.fingerprint import (
-    decides_result,
-    fingerprint,
-    function_name,
-    settings_hash,
-    source_hash,
+from nbtoolkit.errors import LaunchError, ResumeError, RunFileError
+from nbtoolkit.run.attempts import (
+    as_recorded,
+    completed,
+    failed,
+    first_event,
+    kind_of,
+    newest_plan,
+    opening_event,
+    readable_first_event,
+    run_config,
 )
+from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
+from nbtoolkit.run.events import RECORD, EventLog, RunStarted, RunSubmitted
+from nbtoolkit.run.identity import Identity, changed_functions, decides_result, function_name
 from nbtoolkit.run.paths import (
     KIND_NAMES,
+    RUN_ID,
+    Kind,
     RunPaths,
     announce_run,
     find_run,
     folder_error,
-    kind_of,
-    read_or_empty,
+    open_regular,
     runs_in,
-    write_json,
     write_whole,
 )
-from nbtoolkit.run.remote_job import JOB_MARK, awaits_job
-from nbtoolkit.run.versions_record import (
-    changed_code,
-    read_versions,
-    refuse_old_run,
-    refuse_other_function,
-    versions,
-    why_not_resumed,
-)
+from nbtoolkit.run.remote_job import JOB_MARK, awaits_job, events_size
+from nbtoolkit.run.versions import versions
 
 if TYPE_CHECKING:
-    from nbtoolkit.config.schema import Config
     from nbtoolkit.environment.deadline import Note
     from nbtoolkit.environment.launch_plan import LaunchPlan
     from nbtoolkit.host import Host
@@ -81,11 +78,6 @@ class RunLock:
         self.release()
 
 
-# Files that each attempt rewrites: before it starts, and when it has ended.
-_DECISIONS = ("config.yaml", "plan.json", "versions.json")
-_RESULTS = ("result.json", "error.json", "error.pkl")
-
-
 # Of a plan: what decides how much memory a rank has and needs.
 _MEMORY = ("processes", "device_type", "device_names", "precision", "global_batch_size")
 
@@ -98,13 +90,17 @@ class ChosenRun:
     lock: RunLock
     attempt: int
     """1 for a new run, more for one that is resumed."""
-    warning: str | None = None
-    """What the user has to know about the choice: the code has changed since the last attempt."""
+    events_size: int = 0
+    """Bytes of the events before this attempt."""
+    plan_before: Mapping[str, object] = field(default_factory=dict)
+    """The launch plan of the attempt before; empty for a new run."""
+    warnings: tuple[str, ...] = ()
+    """What the user has to know about the choice, such as code that has changed."""
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """The warning as a note of a run."""
-        return () if self.warning is None else (("warning", self.warning),)
+        """The warnings as notes of a run."""
+        return tuple(("warning", text) for text in self.warnings)
 
     def __enter__(self) -> ChosenRun:
         return self
@@ -120,13 +116,12 @@ class ChosenRun:
     @property
     def processes_before(self) -> int | None:
         """The number of ranks of the attempt before; None for a new run."""
-        plan = read_or_empty(self.paths.previous / "plan.json") if self.resumed else {}
-        processes = plan.get("processes")
+        processes = self.plan_before.get("processes")
         return processes if isinstance(processes, int) else None
 
     def learned(self, plan: LaunchPlan) -> tuple[OutOfMemory, ...]:
         """What the attempt before has learned about the memory, if it had devices like these."""
-        before, now = read_or_empty(self.paths.previous / "plan.json"), plan.to_dict()
+        before, now = self.plan_before, plan.to_dict()
         limit = before.get("too_large")
         same = all(before.get(name) == now[name] for name in _MEMORY)
         return (OutOfMemory(limit),) if self.resumed and same and isinstance(limit, int) else ()
@@ -141,7 +136,7 @@ def choose_run(
         config: the resolved configuration.
         train: the training function.
         name: part of a new run's id; None: the function's name.
-        resume: ``"auto"`` (the newest run with the same fingerprint and a checkpoint that is not
+        resume: ``"auto"`` (the newest run of the same identity with a checkpoint that is not
             finished and that no process owns; else a new run), ``"never"``, or a run's id or
             folder. The number of ranks may differ.
 
@@ -150,22 +145,18 @@ def choose_run(
         RunFolderError: the output folder cannot be written.
     """
     output_dir = Path(config.runtime.output_dir)
-    left = None
-    if resume == "auto":
-        chosen = _newest_unfinished(output_dir, fingerprint(config.to_dict(), train))
-        settings = settings_hash(config.to_dict())
-        left = None if chosen else why_not_resumed(output_dir, "run", settings, train)
-    elif resume == "never":
-        chosen = None
-    else:
-        chosen = _named(resume, output_dir, config, train)
-    if chosen is None:
-        new = new_run(output_dir, name or str(getattr(train, "__name__", "run")))
-        return replace(new, warning=left)
-    return begin_attempt(chosen.paths, chosen.lock, train)
+    name = name or str(getattr(train, "__name__", "run"))
+    if resume == "never":
+        return new_run(output_dir, name)
+    identity = Identity.of(config.to_dict(), train)
+    if resume != "auto":
+        return begin_attempt(*_named(resume, output_dir, config, train), identity)
+    if (unfinished := _newest_unfinished(output_dir, identity)) is not None:
+        return begin_attempt(*unfinished, identity)
+    return new_run(output_dir, name, why_not_resumed(output_dir, "run", identity))
 
 
-def new_run(output_dir: str | Path, name: str) -> ChosenRun:
+def new_run(output_dir: str | Path, name: str, warnings: tuple[str, ...] = ()) -> ChosenRun:
     """Create a run folder and lock it.
 
     Raises:
@@ -174,51 +165,122 @@ def new_run(output_dir: str | Path, name: str) -> ChosenRun:
     paths = RunPaths.create(output_dir, name)
     lock = lock_run(paths)
     assert lock is not None
-    return ChosenRun(paths, lock, 1)
+    return ChosenRun(paths, lock, 1, warnings=warnings)
 
 
-def begin_attempt(paths: RunPaths, lock: RunLock, train: Callable[..., Any]) -> ChosenRun:
-    """Begin the next attempt of a locked run, or the one that was submitted to a cluster."""
-    # Read before this attempt's record replaces it.
-    record, warning = read_versions(paths), changed_code(paths, train)
-    if record.get("submitted"):
-        return ChosenRun(paths, lock, record["attempt"], warning)
-    archive_attempt(paths)
-    return ChosenRun(paths, lock, record["attempt"] + 1, warning)
+def begin_attempt(paths: RunPaths, lock: RunLock, identity: Identity) -> ChosenRun:
+    """Begin the next attempt of a locked run, or the one that was submitted to a cluster.
 
-
-def archive_attempt(paths: RunPaths) -> None:
-    """Move the decisions and results of the last attempt to ``previous/``."""
+    Raises:
+        RunFileError: the events cannot be read.
+        RunFolderError: the folder cannot be written.
+    """
+    before = first_event(paths)
+    assert before is not None
+    submitted = not isinstance(before, RunStarted)
     try:
-        paths.owner.unlink(missing_ok=True)
-        paths.previous.mkdir(exist_ok=True)
-        for name in _DECISIONS:
-            with contextlib.suppress(FileNotFoundError):  # the attempt ended while it started
-                shutil.copy2(paths.folder / name, paths.previous / name)
-        for name in _RESULTS:
-            (paths.previous / name).unlink(missing_ok=True)
-            if (paths.folder / name).exists():
-                os.replace(paths.folder / name, paths.previous / name)
         paths.stop.unlink(missing_ok=True)
-        with paths.events.open("ab+") as events:  # must be readable and writable from now on
-            events.seek(0)
-            events.read(1)
-    except OSError as error:  # damaged: a folder in place of a file, an unreadable file
+    except OSError as error:
         raise folder_error(paths.folder, error) from error
+    return ChosenRun(
+        paths,
+        lock,
+        before.attempt if submitted else before.attempt + 1,
+        events_size(paths),
+        newest_plan(paths),
+        _changed_code(paths, before, identity),
+    )
 
 
-def _newest_unfinished(output_dir: Path, wanted: str) -> ChosenRun | None:
+def _changed_code(paths: RunPaths, before: RunSubmitted, identity: Identity) -> tuple[str, ...]:
+    if not (names := changed_functions(before.code, identity.code)):
+        return ()
+    return (
+        f"the code has changed since the last attempt of {paths.run_id}: {names}; it resumes with "
+        "the code as it is now",
+    )
+
+
+def _newest_unfinished(output_dir: Path, identity: Identity) -> tuple[RunPaths, RunLock] | None:
     for paths in runs_in(output_dir):
-        same = read_versions(paths).get("fingerprint") == wanted
-        if not same or not has_checkpoint(paths.checkpoints) or paths.completed():
+        # In the order of what they cost: the first event may be far from the end of the file.
+        if not has_checkpoint(paths.checkpoints) or completed(paths):
+            continue
+        first = readable_first_event(paths)
+        if first is None or first.record != RECORD or first.identity != identity.hash:
             continue
         lock = lock_run(paths)
         if lock is None:  # its supervisor lives, here or in another kernel
             continue
-        if not paths.completed():  # else it ended before it was locked
-            return ChosenRun(paths, lock, read_versions(paths)["attempt"] + 1)
+        if not completed(paths):  # else it ended before it was locked
+            return paths, lock
         lock.release()
     return None
+
+
+def why_not_resumed(output_dir: str | Path, kind: Kind, identity: Identity) -> tuple[str, ...]:
+    """Say which unfinished runs are not resumed, and why.
+
+    Args:
+        output_dir: the folder of the runs.
+        kind: of the run.
+        identity: of the launch.
+
+    Returns:
+        A sentence on the newest unfinished run of the function and these settings: its code has
+        changed, it has no checkpoint (as when it did not fit into a bundle), or an earlier build
+        has made it. A sentence on all runs with checkpoints whose record is damaged.
+    """
+    newest = _why_newest_not_resumed(Path(output_dir), kind, identity)
+    damaged = ", ".join(_damaged(Path(output_dir)))
+    sentences = [newest] if newest else []
+    if damaged:
+        sentences.append(
+            f"not resumed, because the record is damaged: {damaged}; nb.load_model reads the "
+            "checkpoints"
+        )
+    return tuple(sentences)
+
+
+def _why_newest_not_resumed(output_dir: Path, kind: Kind, identity: Identity) -> str:
+    for paths in runs_in(output_dir):
+        opening = opening_event(paths)
+        if opening is None or opening.function != identity.function or kind_of(opening) != kind:
+            continue
+        first = readable_first_event(paths) or opening
+        saved = kind != "run" or has_checkpoint(paths.checkpoints)
+        runs = not isinstance(first, RunStarted) or paths.owned()
+        if runs or completed(paths):
+            return ""
+        run = f"the unfinished {KIND_NAMES[kind]} {paths.run_id}"
+        if first.record != RECORD:
+            return f"not resumed: an earlier build of nbtoolkit made {run}" if saved else ""
+        if identity.hash_with(first.code) != first.identity:
+            return ""
+        if names := changed_functions(first.code, identity.code):
+            return (
+                f"starts anew, because the code differs from that of {run}: {names}; "
+                f"resume={paths.run_id!r} resumes it with the code as it is now"
+                if saved
+                else ""
+            )
+        if not saved and not failed(paths):
+            return (
+                f"not resumed: {run} has these settings and this code, but no checkpoint; "
+                "this run starts at the beginning"
+            )
+        return ""
+    return ""
+
+
+def _damaged(output_dir: Path) -> list[str]:
+    """Return the ids of the runs that have checkpoints, and no first event that can be read."""
+    if not output_dir.is_dir():
+        return []
+    folders = sorted(folder for folder in output_dir.iterdir() if RUN_ID.match(folder.name))
+    runs = [RunPaths(folder) for folder in folders if os.access(folder, os.R_OK | os.X_OK)]
+    with_checkpoint = [paths for paths in runs if has_checkpoint(paths.checkpoints)]
+    return [paths.run_id for paths in with_checkpoint if opening_event(paths) is None]
 
 
 def find_named_run(run: str | os.PathLike[str], output_dir: Path) -> RunPaths:
@@ -236,23 +298,16 @@ def find_named_run(run: str | os.PathLike[str], output_dir: Path) -> RunPaths:
 
 def _named(
     run: str | os.PathLike[str], output_dir: Path, config: Config, train: Callable[..., Any]
-) -> ChosenRun:
+) -> tuple[RunPaths, RunLock]:
     paths = find_named_run(run, output_dir)
-    versions_record = read_versions(paths)
-    if not versions_record:
-        raise ResumeError(
-            f"cannot resume the run {paths.run_id}: {paths.versions} is damaged",
-            allowed="a run with an undamaged folder",
-            do="launch with resume='never'; nb.load_model reads its checkpoints",
-        )
-    if (kind := kind_of(versions_record)) != "run":
+    first = resumable_first_event(paths)
+    if (kind := kind_of(first)) != "run":
         raise ResumeError(
             f"{paths.folder} is a {KIND_NAMES[kind]}, not a run",
             allowed="a run of nb.launch",
             do="resume it with nb.sweep or nb.cross_validate, which made it",
         )
-    refuse_old_run(paths)
-    before = load_config(paths.config, env=None)
+    before = run_config(paths)
     if changes := changed_settings(before, config, may_train_longer=True):
         raise ResumeError(
             f"the run {paths.run_id} was made with another configuration: {changes}",
@@ -260,8 +315,8 @@ def _named(
             "other output, tracking and checkpoint settings",
             do="load the run's own config.yaml, or launch with resume='never'",
         )
-    refuse_other_function(paths, train)
-    if paths.completed() and config.train.epochs <= before.train.epochs:
+    refuse_other_function(paths, first, train)
+    if completed(paths) and config.train.epochs <= before.train.epochs:
         raise ResumeError(
             f"the run {paths.run_id} is complete",
             allowed=f"extending it: train.epochs above {before.train.epochs}",
@@ -270,13 +325,55 @@ def _named(
         )
     lock = lock_run(paths)
     if lock is None:
-        pid = read_or_empty(paths.owner).get("pid")
+        pid = paths.owner()
         who = f"owned by process {pid}" if pid else "another launch is starting it"
         raise ResumeError(
             f"the run {paths.run_id} is still running, {who}",
             do="attach to it with nb.attach(folder)",
         )
-    return ChosenRun(paths, lock, read_versions(paths)["attempt"] + 1)
+    return paths, lock
+
+
+def resumable_first_event(paths: RunPaths) -> RunSubmitted:
+    """Return the first event of a run or search that is to be resumed by its name.
+
+    Raises:
+        ResumeError: the record is damaged, or of an earlier build.
+    """
+    try:
+        first = first_event(paths)
+        damage = "it has no first event"
+    except RunFileError as error:
+        first, damage = None, error.what
+    if first is None:
+        raise ResumeError(
+            f"cannot resume {paths.run_id}: its record {paths.events} is damaged: {damage}",
+            allowed="a run with an undamaged folder",
+            do="launch with resume='never'; nb.load_model reads its checkpoints",
+        )
+    if first.record != RECORD:
+        raise ResumeError(
+            f"an earlier build of nbtoolkit made {paths.run_id}; this one cannot resume it",
+            allowed="nb.attach and nb.report show it, nb.load_model reads its weights",
+            do="start a new one with resume='never'",
+        )
+    return first
+
+
+def refuse_other_function(paths: RunPaths, first: RunSubmitted, train: Callable[..., Any]) -> None:
+    """Refuse to resume a run or search that a function of another name has made.
+
+    Raises:
+        ResumeError: the names differ.
+    """
+    before, now = first.function, function_name(train)
+    # The module of a notebook's function is __main__, and another one in a script.
+    if before.rpartition(".")[2] != now.rpartition(".")[2]:
+        raise ResumeError(
+            f"{paths.run_id} was made by another function: {before}, not {now}",
+            allowed="the function that made it, whose code may have changed",
+            do="launch that function, or start anew with resume='never'",
+        )
 
 
 def changed_settings(before: Config, config: Config, *, may_train_longer: bool = False) -> str:
@@ -290,7 +387,7 @@ def changed_settings(before: Config, config: Config, *, may_train_longer: bool =
     settings = config.to_dict()
     return "; ".join(
         f"{key}: {old!r} then, {new!r} now"
-        for key, (old, new) in before.differences(config).items()
+        for key, (old, new) in before.differences(as_recorded(config)).items()
         if decides_result(key, settings)
         and not (may_train_longer and key == "train.epochs" and new > old)
     )
@@ -304,7 +401,7 @@ def lock_run(paths: RunPaths) -> RunLock | None:
     """
     try:
         # 0600: another user who can open the file could lock it.
-        lock = RunLock(os.open(paths.lock, os.O_RDWR | os.O_CREAT, 0o600))
+        lock = RunLock(open_regular(paths.lock, os.O_RDWR | os.O_CREAT, 0o600))
     except OSError as error:
         raise folder_error(paths.folder, error) from error
     if awaits_job(paths):
@@ -321,12 +418,12 @@ def lock_run(paths: RunPaths) -> RunLock | None:
 
 
 def roll_back(run: ChosenRun) -> None:
-    """Undo a launch that did not start: remove its new folder, or restore the earlier attempt."""
+    """Undo a launch that did not start: remove its new folder, or its events of the attempt."""
     if not run.resumed:
         shutil.rmtree(run.paths.folder, ignore_errors=True)
         return
-    for file in run.paths.previous.iterdir():
-        os.replace(file, run.paths.folder / file.name)
+    os.truncate(run.paths.events, run.events_size)
+    write_whole(run.paths.config, run_config(run.paths).to_yaml(), durable=False)
 
 
 def write_header(
@@ -335,9 +432,9 @@ def write_header(
     plan: LaunchPlan,
     host: Host,
     train: Callable[..., Any],
-    **more: object,
+    **more: Any,
 ) -> RunStarted:
-    """Write the decisions, before anything starts; returns the attempt's first event.
+    """Write the attempt's first event, before anything starts, and return it.
 
     Args:
         run: the chosen run.
@@ -345,29 +442,19 @@ def write_header(
         plan: what the launch will do.
         host: where it runs.
         train: the training function.
-        more: further or replaced fields of ``versions.json``.
+        more: further or replaced fields of the event.
 
     Raises:
         RunFolderError: the folder cannot be written.
     """
-    record = _versions_record(run, config, host, train, more)
-    header = RunStarted(
-        run_id=run.paths.run_id,
-        attempt=run.attempt,
-        fingerprint=str(record["fingerprint"]),
-        function=function_name(train),
-        host=host.kind,
-        versions=versions(),
-        config=config.to_dict(),
-        plan=plan.to_dict(),
-        mlflow_parent=active_run(config),
-    )
-    _write_decisions(run, config, record, header.plan)
+    fields = {**_fields(run, config, host, train), **more}
+    header = RunStarted(plan=plan.to_dict(), mlflow_parent=active_run(config), **fields)
+    _begin_record(run, config, header)
     return header
 
 
 def write_submitted(
-    run: ChosenRun, config: Config, host: Host, train: Callable[..., Any], **more: object
+    run: ChosenRun, config: Config, host: Host, train: Callable[..., Any], **more: Any
 ) -> None:
     """Write what is known of an attempt that a job of a cluster will begin.
 
@@ -376,44 +463,48 @@ def write_submitted(
         config: the resolved configuration.
         host: where it is submitted.
         train: the training function.
-        more: further or replaced fields of ``versions.json``.
+        more: further or replaced fields of the event.
 
     Raises:
         RunFolderError: the folder cannot be written.
     """
-    record = _versions_record(run, config, host, train, {**more, "submitted": True})
-    _write_decisions(run, config, record, None)
+    fields = {**_fields(run, config, host, train), **more}
+    _begin_record(run, config, RunSubmitted(detached=True, **fields))
 
 
-def _versions_record(
-    run: ChosenRun,
-    config: Config,
-    host: Host,
-    train: Callable[..., Any],
-    more: Mapping[str, object],
-) -> dict[str, object]:
+def _fields(
+    run: ChosenRun, config: Config, host: Host, train: Callable[..., Any]
+) -> dict[str, Any]:
+    """Return the fields that a submitted and a started attempt have in common."""
+    identity = Identity.of(config.to_dict(), train)
     return {
+        "record": RECORD,
         "run_id": run.paths.run_id,
         "attempt": run.attempt,
-        "created": time.time(),
-        "fingerprint": more.get("fingerprint") or fingerprint(config.to_dict(), train),
-        "function": function_name(train),
-        "source": source_hash(train),
-        "settings": settings_hash(config.to_dict()),
+        "identity": identity.hash,
+        "code": identity.code,
+        "function": identity.function,
         "host": host.kind,
         "versions": versions(),
-        **more,
+        "config": config.to_dict(),
     }
 
 
-def _write_decisions(
-    run: ChosenRun, config: Config, record: Mapping[str, object], plan: Mapping[str, Any] | None
-) -> None:
+def write_first_event(paths: RunPaths, config: Config, first: RunSubmitted) -> None:
+    """Write the first event of an attempt, and its settings for people.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    write_whole(paths.config, config.to_yaml(), durable=False)
+    log = EventLog(paths.events)
+    log.write(first)
+    log.close(durable=False)
+
+
+def _begin_record(run: ChosenRun, config: Config, first: RunSubmitted) -> None:
     try:
-        write_whole(run.paths.config, config.to_yaml(), durable=False)
-        if plan is not None:
-            write_json(run.paths.plan, plan, durable=False)
-        write_json(run.paths.versions, record, durable=False)
+        write_first_event(run.paths, config, first)
     except OSError as error:
         roll_back(run)
         raise folder_error(run.paths.folder, error) from error

@@ -15,6 +15,7 @@ from typing import Any
 import cloudpickle
 
 from nbtoolkit.errors import CannotPickle, WorkerError
+from nbtoolkit.run.events import RunEnded
 from nbtoolkit.run.paths import reading
 from nbtoolkit.run.payload import came_from_payload, in_main
 from nbtoolkit.run.tracebacks import PackedFrame, pack_traceback, rebuild_traceback, users_part
@@ -154,7 +155,7 @@ class PackedError:
 
     @classmethod
     def from_fields(cls, content: Mapping[str, object]) -> PackedError:
-        """The error with these fields, of ``error.json`` or ``error.pkl``; ignores other names.
+        """The error with these fields, of ``error.pkl``; ignores other names.
 
         Raises:
             TypeError: its type or text is missing.
@@ -166,22 +167,19 @@ class PackedError:
                 known[link] = cls.from_fields(known[link])
         return cls(**known)
 
-    def readable(self) -> dict[str, object]:
-        """The part for ``error.json``."""
-        return {
-            "type": self.type,
-            "text": self.text,
-            "traceback": self.traceback,
-            "rank": self.rank,
-            "notes": self.notes,
-        }
-
     def _fields(self) -> dict[str, object]:
         return {
             **vars(self),
             "cause": self.cause._fields() if self.cause else None,
             "context": self.context._fields() if self.context else None,
         }
+
+
+def recorded_error(ended: RunEnded) -> PackedError:
+    """The error of a failed run as its last event has it: without its pickle."""
+    kind, _, text = (ended.error or "").partition(": ")
+    trace, rank = ended.traceback, ended.rank
+    return PackedError(type=kind, text=text, traceback=trace, rank=rank, notes=ended.notes)
 
 
 def pack_error(error: BaseException, depth: int = 0) -> PackedError:

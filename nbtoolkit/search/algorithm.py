@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from nbtoolkit.run.events import Event, RunStarted
 from nbtoolkit.run.messages import SearchCommand
+from nbtoolkit.run.paths import Kind
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import URL
@@ -51,7 +52,7 @@ class Search:
             search's folder.
     """
 
-    kind: str
+    kind: Kind
     algorithm: str
     sweep_config: SweepConfig | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -201,7 +202,7 @@ class SearchAlgorithm(Protocol):
         """Follow a command of a handle; the scheduler itself stops running jobs."""
 
     def close(self, status: str) -> dict[str, Any]:
-        """Finish writing; return the summary for ``result.json``."""
+        """Finish writing; return the summary for the last event."""
 
 
 # --- running trials ---

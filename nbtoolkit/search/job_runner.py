@@ -10,15 +10,12 @@ from nbtoolkit.environment.plan import Evidence, make_plan
 from nbtoolkit.launcher.failures import Failure, memory_ran_out
 from nbtoolkit.launcher.supervisor import JobListener, RunSupervisor
 from nbtoolkit.launcher.worker_group import Spawner
-from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json, write_whole
+from nbtoolkit.run.attempts import readable_first_event, readable_last_event
+from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.run.payload import JobSpec, RunRequest
-from nbtoolkit.run.resume import archive_attempt
-from nbtoolkit.run.serialization import one_line
-from nbtoolkit.run.versions_record import read_versions
+from nbtoolkit.run.serialization import one_line, recorded_error
 from nbtoolkit.search.algorithm import Fault, JobResult, JobStatus, SearchJob, SearchRequest
 from nbtoolkit.search.slots import Slot
-
-_KNOWN = ("function", "host", "versions", "run_id", "attempt")  # in a job's versions.json
 
 TIMEOUT_GRACE = 5.0
 """Seconds that a job gets to reach a report after its time limit."""
@@ -65,7 +62,7 @@ class JobRunner(RunSupervisor):
         self._hang_timeout = config.runtime.hang_timeout
         # durable=False: the study holds what matters of the job
         super().__init__(request, spawner, listener=listener, durable=False)
-        self._write_header(request)
+        self.record.write(request.header)
         self.begin()
         write_whole(self.paths.config, config.to_yaml(), durable=False)
 
@@ -84,13 +81,6 @@ class JobRunner(RunSupervisor):
         else:
             fault, text = classify_fault(self.outcome, self.paths)
         return JobResult(status="failed", metrics=metrics, seconds=seconds, fault=fault, error=text)
-
-    def _write_header(self, request: RunRequest) -> None:
-        """Write ``versions.json`` and ``plan.json``, which the function finds when it begins."""
-        about = {name: getattr(request.header, name) for name in _KNOWN}
-        about["created"] = time.time()
-        write_json(self.paths.versions, about, durable=False)
-        write_json(self.paths.plan, request.job.plan.to_dict(), durable=False)
 
     def _check_limits(self) -> None:
         """Stop the job at its time limit, or if it has a single rank and that one does nothing.
@@ -122,16 +112,18 @@ def job_request(job: SearchJob, slot: Slot, request: SearchRequest) -> RunReques
     if job.params:  # the calibration is that of the base configuration, not of this model
         plan = replace(plan, one_device_speed=None)
     paths.folder.mkdir(parents=True, exist_ok=True)
-    if paths.versions.exists():
-        archive_attempt(paths)
-    attempt = 1 + read_versions(paths).get("attempt", 0)
+    paths.stop.unlink(missing_ok=True)
+    before = readable_first_event(paths)
     header = replace(
         request.header,
         run_id=paths.run_id,
-        attempt=attempt,
+        attempt=1 if before is None else before.attempt + 1,
         config=config.to_dict(),
-        fingerprint="",
+        identity="",
+        code={},
         search=None,
+        total=None,
+        timeout=None,
         params=dict(job.params),
         plan=plan.to_dict(),
     )
@@ -157,8 +149,11 @@ def classify_fault(outcome: Any, paths: RunPaths) -> tuple[Fault, str]:
         if outcome.out_of_memory:
             return "oom", one_line(kind, text)
     else:
-        error = read_or_empty(paths.error)
-        kind, text = str(error.get("type", "")), str(error.get("text", outcome))
+        ended = readable_last_event(paths)
+        kind, text = "", str(outcome)
+        if ended is not None and ended.error is not None:
+            error = recorded_error(ended)
+            kind, text = error.type, error.text
     fault = _FAULTS.get(kind, "raised")
     # torch's RuntimeErrors: of cuBLAS, and of the CPU's allocator.
     if fault == "raised" and memory_ran_out(text):

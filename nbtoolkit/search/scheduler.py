@@ -85,7 +85,6 @@ class SearchScheduler:
 
     def _begin(self) -> None:
         request = self._request
-        self._record.write(request.header)
         for level, text in request.notes:
             self._record.note(text, level)
         self._record.note(request.slots.explain())

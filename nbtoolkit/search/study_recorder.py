@@ -343,7 +343,7 @@ class StudyRecorder:
             self._event(best, "complete", values=[self.leaderboard.value(best)], best=True)
 
     def summary(self) -> dict[str, Any]:
-        """Return the state of the sweep, for ``result.json``."""
+        """Return the state of the sweep, for the last event."""
         several = len(self.sweep_config.metrics) > 1
         best = None if several else self.leaderboard.best()
         repeats: dict[str, dict[str, float]] = {}

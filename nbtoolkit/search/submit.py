@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from nbtoolkit.config.schema import load_config
 from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.plan import Evidence, make_plan
@@ -23,9 +22,17 @@ from nbtoolkit.host import Host, detect_host
 from nbtoolkit.launcher.forkserver_client import fork_server
 from nbtoolkit.launcher.remote import submit_to_cluster
 from nbtoolkit.launcher.run_handle import StartedRun
-from nbtoolkit.run.fingerprint import fingerprint, settings_hash, source_hash
+from nbtoolkit.run.attempts import (
+    completed,
+    kind_of,
+    opening_event,
+    readable_first_event,
+    run_config,
+)
+from nbtoolkit.run.events import RECORD
+from nbtoolkit.run.identity import Identity
 from nbtoolkit.run.kept_answers import measured_speed
-from nbtoolkit.run.paths import RunPaths, read_record, runs_in
+from nbtoolkit.run.paths import KIND_NAMES, RunPaths, runs_in
 from nbtoolkit.run.payload import pack_content, pack_function
 from nbtoolkit.run.resume import (
     ChosenRun,
@@ -34,26 +41,24 @@ from nbtoolkit.run.resume import (
     find_named_run,
     lock_run,
     new_run,
-    roll_back,
-    write_header,
-)
-from nbtoolkit.run.versions_record import (
-    read_versions,
-    refuse_old_run,
     refuse_other_function,
+    resumable_first_event,
+    roll_back,
     why_not_resumed,
+    write_header,
 )
 from nbtoolkit.search.algorithm import Search, SearchRequest
 from nbtoolkit.search.slots import make_slots
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.run.paths import Kind
 
 
 def choose_search(
     train: Callable[..., Any],
     config: Config,
-    identity: Mapping[str, Any],
+    wanted: WantedSearch,
     name: str,
     resume: str | os.PathLike[str],
 ) -> ChosenRun:
@@ -62,7 +67,7 @@ def choose_search(
     Args:
         train: the training function.
         config: the base configuration.
-        identity: the result of :func:`identity_of`.
+        wanted: what the search is, and how much it is to do.
         name: suffix of a new folder's name.
         resume: see :func:`start_search`.
 
@@ -70,103 +75,119 @@ def choose_search(
         ResumeError: the named search differs, or is running.
         RunFolderError: the output folder cannot be written.
     """
-    named = None if resume in ("auto", "never") else _named(resume, train, config, identity)
+    named = None if resume in ("auto", "never") else _named(resume, train, config, wanted.kind)
     resumable: Iterable[RunPaths] = () if named is None else (named,)
     if resume == "auto":
-        resumable = unfinished(config.runtime.output_dir, identity)
+        resumable = unfinished(config.runtime.output_dir, wanted)
     for paths in resumable:
         if (lock := lock_run(paths)) is not None:
-            return begin_attempt(paths, lock, train)
+            return begin_attempt(paths, lock, wanted.identity)
     if named is not None:
         raise ResumeError(
-            f"the {identity['kind']} {named.run_id} is running",
+            f"the {wanted.kind} {named.run_id} is running",
             allowed="one supervisor at a time",
             do="attach to it with nb.attach(folder)",
         )
-    new = new_run(config.runtime.output_dir, name)
+    output_dir = config.runtime.output_dir
     if resume == "never":
-        return new
-    kind, settings = identity["kind"], identity["settings"]
-    return replace(new, warning=why_not_resumed(config.runtime.output_dir, kind, settings, train))
+        return new_run(output_dir, name)
+    return new_run(output_dir, name, why_not_resumed(output_dir, wanted.kind, wanted.identity))
 
 
-def identity_of(train: Callable[..., Any], config: Config, search: Search) -> dict[str, Any]:
-    """Return what identifies a search when it is resumed, and how much it is to do.
+@dataclass(frozen=True)
+class WantedSearch:
+    """What identifies a search when it is resumed, and how much it is to do.
 
-    Args:
-        train: the training function.
-        config: the base configuration.
-        search: the search.
+    Attributes:
+        kind: a sweep or a cross-validation.
+        identity: what decides its result.
+        total: the number of jobs; None: no limit.
+        timeout: its seconds; None: no limit.
     """
-    settings = {**config.to_dict(), search.kind: dict(search.identity)}
-    return {
-        "kind": search.kind,
-        "fingerprint": fingerprint(settings, train),
-        "settings": settings_hash(settings),
-        "source": source_hash(train),
-        "total": search.total,
-        "timeout": search.timeout,
-    }
+
+    kind: Kind
+    identity: Identity
+    total: int | None
+    timeout: float | None
+
+    @classmethod
+    def of(cls, train: Callable[..., Any], config: Config, search: Search) -> WantedSearch:
+        """Return that of a search of ``train`` with a base configuration."""
+        settings = {**config.to_dict(), search.kind: dict(search.identity)}
+        return cls(search.kind, Identity.of(settings, train), search.total, search.timeout)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the first event that are a search's own."""
+        return {
+            "search": self.kind,
+            "identity": self.identity.hash,
+            "total": self.total,
+            "timeout": self.timeout,
+        }
 
 
-def unfinished(output_dir: str | Path, identity: Mapping[str, Any]) -> Iterator[RunPaths]:
+def unfinished(output_dir: str | Path, wanted: WantedSearch) -> Iterator[RunPaths]:
     """Yield the searches that ``resume="auto"`` can resume, newest first; one of them may run.
 
     Args:
         output_dir: the folder of the runs.
-        identity: the result of :func:`identity_of`.
+        wanted: the search.
     """
-    return (paths for paths in _same(output_dir, identity) if not _complete(paths, identity))
+    return (paths for paths in _same(output_dir, wanted) if not _complete(paths, wanted))
 
 
-def complete(output_dir: str | Path, identity: Mapping[str, Any]) -> RunPaths | None:
+def complete(output_dir: str | Path, wanted: WantedSearch) -> RunPaths | None:
     """Return the newest of the same searches if it has done all that is asked for; else None.
 
     Args:
         output_dir: the folder of the runs.
-        identity: the result of :func:`identity_of`.
+        wanted: the search.
     """
-    newest = next(_same(output_dir, identity), None)
-    return newest if newest is not None and _complete(newest, identity) else None
+    newest = next(_same(output_dir, wanted), None)
+    return newest if newest is not None and _complete(newest, wanted) else None
 
 
-def _same(output_dir: str | Path, identity: Mapping[str, Any]) -> Iterator[RunPaths]:
+def _same(output_dir: str | Path, wanted: WantedSearch) -> Iterator[RunPaths]:
     """Yield the searches of the same kind, configuration and function, newest first."""
     for paths in runs_in(output_dir):
-        about = read_versions(paths)
-        if all(about.get(key) == identity[key] for key in ("kind", "fingerprint")):
+        if kind_of(opening_event(paths)) != wanted.kind:
+            continue
+        first = readable_first_event(paths)
+        if first is None or first.record != RECORD:
+            continue
+        if first.identity == wanted.identity.hash:
             yield paths
 
 
-def _complete(paths: RunPaths, identity: Mapping[str, Any]) -> bool:
-    """Whether a search has ended, and a session of ``identity`` would add nothing to it."""
-    about: Mapping[str, Any] = read_versions(paths)
+def _complete(paths: RunPaths, wanted: WantedSearch) -> bool:
+    """Whether a search has ended, and a session of ``wanted`` would add nothing to it."""
+    first = readable_first_event(paths)
+    if first is None or (first.total is None) != (wanted.total is None):
+        return False
     # Without a number of trials, the time limit decides when a search is complete.
-    limit = "timeout" if identity["total"] is None else "total"
-    asked, before = identity[limit] or math.inf, about.get(limit) or math.inf
-    same_limit = (about.get("total") is None) == (identity["total"] is None)
-    return paths.completed() and same_limit and bool(asked <= before)
+    asked, before = (wanted.timeout, first.timeout)
+    if wanted.total is not None:
+        asked, before = wanted.total, first.total
+    return completed(paths) and (asked or math.inf) <= (before or math.inf)
 
 
 def _named(
     run: str | os.PathLike[str],
     train: Callable[..., Any],
     config: Config,
-    identity: Mapping[str, Any],
+    kind: Kind,
 ) -> RunPaths:
     """Return the named search, if it is of this kind, function and configuration."""
-    kind, output_dir = identity["kind"], Path(config.runtime.output_dir)
-    paths = find_named_run(run, output_dir)
-    about: dict[str, Any] = read_record(paths.versions) or {}
-    if about.get("kind") != kind:
+    paths = find_named_run(run, Path(config.runtime.output_dir))
+    first = resumable_first_event(paths)
+    if kind_of(first) != kind:
         raise ResumeError(
-            f"{paths.folder} is no {kind}, but a {about.get('kind', 'run')}",
-            allowed=f"the folder of a {kind}",
-            do="look into the folders' versions.json for their kind",
+            f"{paths.folder} is no {KIND_NAMES[kind]}, but a {KIND_NAMES[kind_of(first)]}",
+            allowed=f"the folder of a {KIND_NAMES[kind]}",
+            do="choose another folder; the name of a run tells what was launched",
         )
-    refuse_old_run(paths)
-    refuse_other_function(paths, train)
-    if changes := changed_settings(load_config(paths.config, env=None), config):
+    refuse_other_function(paths, first, train)
+    if changes := changed_settings(run_config(paths), config):
         raise ResumeError(
             f"the {kind} {paths.run_id} was made with another configuration: {changes}",
             allowed="other output, tracking, checkpoint and distributed settings",
@@ -250,9 +271,9 @@ def start_search(
     )
     first = slots.slots[0]
     plan = make_plan(config.with_overrides(dict(first.overrides)), host, first.hardware, evidence)
-    identity = identity_of(train, config, search)
-    with choose_search(train, config, identity, name, resume) as run:
-        header = write_header(run, config, plan, host, train, **identity)
+    wanted = WantedSearch.of(train, config, search)
+    with choose_search(train, config, wanted, name, resume) as run:
+        header = write_header(run, config, plan, host, train, detached=detach, **wanted.fields())
         budget = {} if search.timeout is None else {"runtime.time_budget": search.timeout}
         limit = time_limit(config.with_overrides(budget), uses_reserve=search.uses_reserve)
         request = SearchRequest(
@@ -260,7 +281,7 @@ def start_search(
             config=config,
             slots=slots,
             host=host,
-            header=replace(header, search=search.kind),
+            header=header,
             notes=(
                 *run.notes,
                 *limit.notes,
@@ -317,15 +338,15 @@ def submit_search(
     Raises:
         NbtoolkitError: see :func:`~nbtoolkit.launcher.remote.submit_to_cluster`.
     """
-    identity = identity_of(train, config, search)
+    wanted = WantedSearch.of(train, config, search)
     run = submit_to_cluster(
         where,
         train,
         config,
-        choose=partial(choose_search, train, config, identity, name, resume),
+        choose=partial(choose_search, train, config, wanted, name, resume),
         call=lambda paths, _: partial(call, resume=paths.folder, display="off"),
         search=True,
-        **identity,
+        **wanted.fields(),
     )
     return Started(run, None, None)
 

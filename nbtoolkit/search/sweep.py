@@ -21,7 +21,7 @@ from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.search.algorithm import Search
-from nbtoolkit.search.submit import complete, identity_of, start_search, submit_search, unfinished
+from nbtoolkit.search.submit import WantedSearch, complete, start_search, submit_search, unfinished
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, TableLines, read_sweep_config
 from nbtoolkit.study.study_server import check_server, split_storage
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
@@ -184,8 +184,8 @@ def sweep(
         folds = configured_folds(sweep_config.folds, config.task, targets, groups)
     search = _search(sweep_config, folds)
     if resume == "auto":
-        identity = identity_of(train, config, search)
-        if (done := complete(config.runtime.output_dir, identity)) is not None:
+        wanted = WantedSearch.of(train, config, search)
+        if (done := complete(config.runtime.output_dir, wanted)) is not None:
             shown = _show_again(done, screen, on_event)
             return shown.result() if wait else shown
     if search.storage is not None:
@@ -239,8 +239,8 @@ def sweep_to_resume(
     config = config.with_overrides({"task": task_name(train)})
     count = None if folds is None else len(folds)
     search = _search(load_sweep_config(space, config, folds=count), folds)
-    identity = identity_of(train, config, search)
-    found = unfinished(config.runtime.output_dir, identity)
+    wanted = WantedSearch.of(train, config, search)
+    found = unfinished(config.runtime.output_dir, wanted)
     return next((paths for paths in found if not paths.owned()), None)
 
 

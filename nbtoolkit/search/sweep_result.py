@@ -11,15 +11,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from nbtoolkit.config.schema import Config, load_config
+from nbtoolkit.config.schema import Config
 from nbtoolkit.config.yaml_source import read_layer
 from nbtoolkit.errors import LaunchError, RunFileError, SweepError
 from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.run_handle import RunHandle
+from nbtoolkit.launcher.run_result import result_of
+from nbtoolkit.run.attempts import last_event, run_config
 from nbtoolkit.run.events import Event, EventReader, NoteAdded, StopRequested, TrialChanged
 from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.run.output import MAX_BYTES, Shape, charts, to_stdout
-from nbtoolkit.run.paths import RunPaths, Status, read_result, reading, write_json, write_whole
+from nbtoolkit.run.paths import RunPaths, Status, reading, write_json, write_whole
 from nbtoolkit.study.importance import importance
 from nbtoolkit.study.sweep_config import SweepConfig
 from nbtoolkit.study.table import ENDED, EventTable, SweepTable
@@ -52,17 +54,12 @@ class SweepResult:
     """
 
     def __init__(self, paths: RunPaths) -> None:
-        ended = read_result(paths)
-        if ended is None:
-            raise LaunchError(
-                f"the sweep {paths.folder} has no result",
-                do="attach to it with nb.attach(folder)",
-            )
+        ended = result_of(paths, "sweep")
         self.paths = paths
-        with reading(paths.result):
-            self.status: Status = ended["status"]
-            self.seconds: float = ended["seconds"]
-            self.summary = cast("dict[str, Any]", ended["summary"])
+        self.status = cast("Status", ended.status)
+        self.seconds = ended.seconds or 0.0
+        self.summary = ended.summary
+        with reading(paths.events):
             self.best_value: float | None = self.summary["best_value"]
             self.best_trial: int | None = self.summary["best"]
             self.shared_files: list[str] = self.summary.get("shared_files", [])
@@ -109,7 +106,7 @@ class SweepResult:
     @cached_property
     def config(self) -> Config:
         """The base configuration of all trials."""
-        return load_config(self.paths.config, env=None)
+        return run_config(self.paths)
 
     @cached_property
     def sweep_config(self) -> SweepConfig:
@@ -148,7 +145,7 @@ class SweepResult:
             events = list(EventReader(self.paths.events).read())
         except RunFileError:
             events = []
-        with reading(self.paths.result):
+        with reading(self.paths.events):
             count = sum(self.summary["counts"].values())
         trials = (event for event in events if isinstance(event, TrialChanged))
         recorded = {trial.number for trial in trials if trial.state in ENDED}
@@ -334,9 +331,10 @@ class SearchHandle(RunHandle, Generic[Result]):
 
     def _outcome(self) -> Any:
         __tracebackhide__ = True
-        if self._lost is None and self.paths.error.exists():
+        ended = None if self._lost is not None else last_event(self.paths)
+        if ended is not None and ended.status == "failed":
             raise_failure(self.paths)
-        if self._lost is None and self.paths.result.exists():
+        if ended is not None:
             return self._make_result(self.paths)
         return super()._outcome()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import TrackingError
-from nbtoolkit.run.events import Event, EventReader, JobEvent, RunEnded, RunStarted
+from nbtoolkit.run.events import Event, EventReader, JobEvent, RunEnded, RunStarted, RunSubmitted
 from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json
 from nbtoolkit.tracking.tracker import (
     Point,
@@ -140,6 +140,8 @@ class Follower:
         """New events, each with the offset at which it begins."""
         batch, begin = [], self._reader.offset
         for event in self._reader.read():
+            if type(event) is RunSubmitted:  # nothing is known yet that trackers show
+                continue
             batch.append((begin, event))
             begin = self._reader.offset
             if len(batch) == _BATCH:
@@ -202,7 +204,8 @@ class Follower:
 
 def first_event(paths: RunPaths, offset: int = 0) -> RunStarted | None:
     """The first event of an attempt, at ``offset`` in the run's events; None: there is none."""
-    event = next(EventReader(paths.events, offset).read(), None)
+    events = EventReader(paths.events, offset).read()
+    event = next((event for event in events if type(event) is not RunSubmitted), None)
     return event if isinstance(event, RunStarted) else None
 
 

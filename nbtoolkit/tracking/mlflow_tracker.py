@@ -161,8 +161,7 @@ class MLflowTracker:
         tags.
         """
         paths = self._paths
-        own = (paths.config, paths.plan, paths.versions, paths.result, paths.error)
-        for file in (*own, paths.folder / "sweep.yaml", paths.folder / "folds.json"):
+        for file in (paths.config, paths.folder / "sweep.yaml", paths.folder / "folds.json"):
             if file.exists():
                 self._client.log_artifact(self._run_id, str(file))
         _log_rank_logs(self._client, self._run_id, paths)

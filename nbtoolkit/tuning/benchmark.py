@@ -17,7 +17,7 @@ from nbtoolkit.errors import TuningError
 from nbtoolkit.host import cpu_count
 from nbtoolkit.launcher.launch import Train, check_function
 from nbtoolkit.run.output import to_stdout
-from nbtoolkit.run.versions_record import versions
+from nbtoolkit.run.versions import versions
 from nbtoolkit.tasks.find import find_task
 from nbtoolkit.text_table import counted, duration, number
 from nbtoolkit.tuning.answer import Subject, Table

@@ -12,7 +12,6 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from nbtoolkit.config.schema import Config
-from nbtoolkit.run.paths import read_or_empty
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import duration, metric_column, number, setting, shortened
 from nbtoolkit.views.chart import (
@@ -63,7 +62,7 @@ _LOG_HEIGHT = 360  # pixels; a longer log is scrolled
 _LOG_TAIL = 16_000  # bytes read from the end
 _LOG_WIDTH = 300  # characters of a line
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_FILES = ("config.yaml", "sweep.yaml", "events.jsonl", "study.jsonl", "result.json", "error.json")
+_FILES = ("config.yaml", "sweep.yaml", "events.jsonl", "study.jsonl", "error.pkl")
 
 
 # --- single runs ---
@@ -319,9 +318,9 @@ def files_card(state: State) -> str:
         "notes": "\n".join(state.notes),
     }
     body = property_table({name: text for name, text in facts.items() if text})
-    if trace := read_or_empty(state.paths.error).get("traceback"):
-        lines = str(trace).rstrip().splitlines()[-_TRACEBACK:]
-        body += alert("\n".join([f"The end of the traceback in {state.paths.error}:", *lines]))
+    if state.ended is not None and state.ended.traceback:
+        lines = state.ended.traceback.rstrip().splitlines()[-_TRACEBACK:]
+        body += alert("\n".join([f"The end of the traceback in {state.paths.events}:", *lines]))
     return card("Settings and files", body, span=2)
 
 

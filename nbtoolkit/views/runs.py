@@ -10,9 +10,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from nbtoolkit.errors import RunFolderError
+from nbtoolkit.errors import RunFileError, RunFolderError
+from nbtoolkit.run.attempts import readable_last_event
 from nbtoolkit.run.events import number_values
-from nbtoolkit.run.paths import TRASH, RunPaths, folder_error, read_or_empty, runs_in, write_json
+from nbtoolkit.run.paths import TRASH, RunPaths, folder_error, runs_in, write_json
 from nbtoolkit.text_table import ago, counted, number, one_line, shortened
 
 _TITLE, _NOTE = 80, 1000  # characters
@@ -76,7 +77,7 @@ def move_to_trash(folder: Path) -> Path:
         RunFolderError: the run is live, there is no run, or the folder cannot be written.
     """
     paths = RunPaths(folder)
-    if not paths.versions.is_file():
+    if not paths.events.is_file():
         raise RunFolderError(f"there is no run in {folder}", do="choose a run of the list")
     if paths.owned():
         raise RunFolderError(
@@ -128,7 +129,7 @@ def list_runs(output_dir: str | Path, most: int = 50, now: float | None = None) 
 def newest(output_dir: str | Path) -> Path | None:
     """Return the folder of the newest run that is live, else of the newest one; None: no run."""
     runs = runs_in(output_dir)
-    live = (paths for paths in runs if not paths.ended() and paths.owned())
+    live = (paths for paths in runs if readable_last_event(paths) is None and _is_owned(paths))
     chosen = next(live, runs[0] if runs else None)
     return None if chosen is None else chosen.folder
 
@@ -136,15 +137,21 @@ def newest(output_dir: str | Path) -> Path | None:
 def _entry(paths: RunPaths, now: float) -> RunEntry:
     """Describe a run by its result; its events, which may be many, are not read."""
     title = read_annotations(paths.folder).title or shortened(plain_name(paths), _TITLE)
-    ended = _written(paths.result) or _written(paths.error)
-    status, facts = _result(paths.folder, ended) if ended else ("interrupted", [])
-    if not ended and paths.owned():
+    written = _written(paths.events)
+    status, facts = _result(paths.folder, written)
+    if status == "interrupted" and _is_owned(paths):
         status = "running"
     else:
-        written = ended or _written(paths.events)
         facts = [*facts, ago(now - written) if written else "nothing written yet"]
     text = " · ".join([title, status, *facts])
     return RunEntry(paths.folder, title, status, one_line(text))
+
+
+def _is_owned(paths: RunPaths) -> bool:
+    try:
+        return paths.owned()
+    except RunFileError:  # something else has the name of its lock
+        return False
 
 
 def plain_name(paths: RunPaths) -> str:
@@ -162,21 +169,20 @@ def _written(file: Path) -> float:
 
 @lru_cache(_CACHED)
 def _result(folder: Path, written: float) -> tuple[str, list[str]]:
-    """Return status, progress and best value of a run that has ended; ``written``: when."""
-    paths = RunPaths(folder)
-    result = read_or_empty(paths.result)
-    if not result:
-        error = read_or_empty(paths.error)
-        kind = str(error.get("type", "?")).removeprefix("builtins.")
-        return "failed", [shortened(f"{kind}: {error.get('text', '')}", _TITLE)]
-    summary, values = result.get("summary"), number_values(result.get("metrics"))
+    """Return status, progress and best value of a run; ``written``: when its events were."""
+    ended = readable_last_event(RunPaths(folder))
+    if ended is None:
+        return "interrupted", []
+    if ended.error is not None:
+        return "failed", [shortened(ended.error.removeprefix("builtins."), _TITLE)]
+    summary, values = ended.summary, number_values(ended.metrics)
     progress = []
-    if isinstance(summary, dict) and isinstance(scores := summary.get("scores"), dict):
+    if isinstance(scores := summary.get("scores"), dict):
         progress = [f"{summary.get('complete')}/{summary.get('folds')} folds"]
         means = {name: number_values(one).get("mean") for name, one in scores.items()}
         values = number_values(means)
-    elif isinstance(summary, dict):
+    elif summary:
         progress = [counted(int(sum(number_values(summary.get("counts")).values())), "trial")]
         values = number_values({"best": summary.get("best_value")})
     best = [f"{name} {number(value)}" for name, value in values.items()]
-    return str(result.get("status", "?")), [*progress, *best[:1]]
+    return ended.status, [*progress, *best[:1]]

@@ -13,8 +13,9 @@ from nbtoolkit.crossval.cv_result import FoldTable
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, fold_key
 from nbtoolkit.errors import RunFileError, SweepError
 from nbtoolkit.run import events
+from nbtoolkit.run.attempts import kind_of, opening_event
 from nbtoolkit.run.events import number_values
-from nbtoolkit.run.paths import Kind, RunPaths, kind_of, read_or_empty
+from nbtoolkit.run.paths import Kind, RunPaths, read_or_empty
 from nbtoolkit.run.remote_job import job_has_started
 from nbtoolkit.search.sweep_result import read_sweep_config
 from nbtoolkit.study.space import Space
@@ -75,7 +76,7 @@ class State:
         self, paths: RunPaths, *, deadline: float | None = None, folds: int | None = None
     ) -> None:
         self.paths = paths
-        self.kind: Kind = kind_of(read_or_empty(paths.versions))
+        self.kind: Kind = kind_of(opening_event(paths))
         self.metric, self.direction = "value", "maximize"
         self.table: SweepTable | FoldTable | None = None
         if self.kind != "run":
@@ -109,7 +110,7 @@ class State:
         self._logged_at: deque[tuple[float, float]] = deque(maxlen=_SPEED_LOGS)
         self._past_attempts = 0.0  # seconds
         self._owned = True
-        self._restarting = self._submitted = False
+        self._submitted = False
         self._settings_written = 0
         self._read_settings()
         self._reader = events.EventReader(paths.events)
@@ -156,8 +157,6 @@ class State:
         # Another supervisor may have started, whose first line was read already.
         if not self._owned and self.ended is None and not self.gone:
             self._owned = self.paths.owned()
-        # A new attempt moves the old result away before it writes its first event.
-        self._restarting = self._owned and self.ended is not None and not self.paths.ended()
         self._submitted = not self._owned and not job_has_started(self.paths)
         if self.table is not None and self.status == "cut off":  # nobody was left to write it
             self.table.update(events.RunEnded(status="interrupted"))
@@ -178,8 +177,6 @@ class State:
             return "unreadable"
         if self._submitted:
             return "submitted"
-        if self._restarting:
-            return "running"
         if self.ended is not None:
             return self.ended.status
         if self._owned:
@@ -413,6 +410,8 @@ class State:
             case events.IntermediateReported():  # the first case: most events are reports
                 if isinstance(self.table, SweepTable) and event.number in self.table.trials:
                     self.trials[event.number] = self.table.trials[event.number].curve
+            case events.PlanChanged():
+                self.plan = event.plan
             case events.RunEnded():
                 self.ended = event
                 self._end_folds(event.t)

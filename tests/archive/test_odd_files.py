@@ -96,7 +96,7 @@ def test_what_is_no_plain_file_is_left_out_and_named(outputs: Path, tmp_path: Pa
     assert not any(name.endswith(("pipe", ".sock", "link.txt", "key.txt")) for name in members)
 
 
-@pytest.mark.parametrize("name", ["owner.lock", "result.json", "tracking.json", "error.json"])
+@pytest.mark.parametrize("name", ["owner.lock", "config.yaml", "tracking.json", "error.pkl"])
 def test_a_fifo_in_the_place_of_a_record_is_not_waited_for(outputs: Path, name: str) -> None:
     place = folder_of(outputs, "one") / name
     place.unlink(missing_ok=True)
@@ -113,7 +113,7 @@ def test_what_cannot_be_read_is_left_out_and_named(outputs: Path) -> None:
     run = folder_of(outputs, "one")
     (run / "closed").mkdir()
     (run / "closed/inside.txt").write_text("x")
-    for name in ("plan.json", "large.bin", "study.jsonl", "result.json"):
+    for name in ("config.yaml", "large.bin", "study.jsonl", "error.pkl"):
         (run / name).write_bytes(DAMAGED)
         (run / name).chmod(0)
     (run / "closed").chmod(0)
@@ -121,7 +121,7 @@ def test_what_cannot_be_read_is_left_out_and_named(outputs: Path) -> None:
         left_out, members = packed(outputs, *without)
     finally:
         (run / "closed").chmod(0o700)
-    for name in ("plan.json", "large.bin", "study.jsonl", "result.json", "closed"):
+    for name in ("config.yaml", "large.bin", "study.jsonl", "error.pkl", "closed"):
         assert f"{run.name}/{name}" in left_out
     assert "cannot be read" in left_out
     assert f"files/{run.name}/events.jsonl" in members
@@ -148,30 +148,25 @@ def test_a_database_that_stays_locked_is_left_out_and_named(outputs: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    "end",
     [
-        ("result.json", '{"status": "comp'),
-        ("result.json", "[3]"),
-        ("result.json", '{"status": "completed", "summary": {"front": [[1]], "best_folder": 7}}'),
-        ("result.json", "\udcff\0"),
-        ("versions.json", '{"kind": "sweep"'),
-        ("versions.json", "null"),
-        ("events.jsonl", '{"type": "trial"}\n[1]\n{}\n'),
+        '{"type": "ended", "status": "comp',
+        "[3]",
+        '{"t": 2, "type": "ended", "status": "completed", "summary": {"front": [[1]]}}\n',
+        '{"t": 2, "type": "ended", "status": "completed", "summary": {"best_folder": 7}}\n',
+        "\udcff\0",
+        '{"type": "trial"}\n[1]\n{}\n',
     ],
 )
-def test_damaged_records_of_another_run_do_not_stop_a_pack(
-    outputs: Path, name: str, text: str
-) -> None:
+def test_damaged_records_of_another_run_do_not_stop_a_pack(outputs: Path, end: str) -> None:
     run = folder_of(outputs, "one")
-    (run / "versions.json").write_text('{"kind": "sweep"}')
-    if name == "events.jsonl":
-        (run / "result.json").write_text('{"status": "completed"}')
-    (run / name).write_text(text, errors="surrogateescape")
+    text = '{"t": 1, "type": "run", "search": "sweep"}\n' + end
+    (run / "events.jsonl").write_text(text, errors="surrogateescape")
     step = run / "checkpoints/step-000000001"
     step.mkdir(parents=True)
     (step / "manifest.json").write_text('{"format": "nbtoolkit checkpoint 1", "files": [1]}')
     _, members = packed(outputs)
-    assert f"files/{run.name}/{name}" in members
+    assert f"files/{run.name}/events.jsonl" in members
 
 
 CREDENTIALS = (
@@ -227,7 +222,8 @@ def test_a_launch_at_its_deadline_packs_whatever_lies_beside_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     other = folder_of(outputs, "one")
-    (other / "result.json").write_text('{"status": "comp')
+    with (other / "events.jsonl").open("a") as events:
+        events.write('{"type": "ended", "status": "comp')
     (other / "odd\udcff\n.txt").write_text("x")
     (other / "study.db").write_bytes(DAMAGED)
     (other / "kaggle.json").write_text("x")

@@ -196,7 +196,7 @@ def test_what_is_here_under_the_name_of_a_run_or_a_pipeline_stays(
         (mine / name).write_text("mine")
     (tmp_path / "outside").mkdir()
     (mine / "linked").symlink_to(tmp_path / "outside")
-    record = {"versions.json": "{}", "events.jsonl": '{"t": 1, "type": "run"}\n'}
+    record = {"config.yaml": "{}", "events.jsonl": '{"t": 1, "type": "run"}\n'}
     evil = {f"src/{name}": text for name, text in record.items()}
     evil |= {f"linked/run/{name}": text for name, text in record.items()}
     evil |= {f"config/run/{name}": text for name, text in record.items()}
@@ -217,7 +217,7 @@ def test_what_is_here_under_the_name_of_a_run_or_a_pipeline_stays(
         assert list((tmp_path / "outside").iterdir()) == []
         assert not (mine / "top.yaml").exists()
         assert not (mine / "config/steps").exists()
-        assert all(name in notes for name in ("src/versions.json", "config/train.yaml", "top.yaml"))
+        assert all(name in notes for name in ("src/config.yaml", "config/train.yaml", "top.yaml"))
 
 
 def test_a_file_of_the_future_does_not_beat_later_ones(genuine: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import torch
 from nbtoolkit.archive.pack import pack
 from nbtoolkit.archive.unpack import unpack
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
-from nbtoolkit.run.paths import RunPaths, write_json
+from nbtoolkit.run.events import EventLog, RunEnded, RunStarted
+from nbtoolkit.run.paths import RunPaths
 from tests.bench.figures import Figure
 
 RUNS, NUMBERS = 4, 2**26  # float32: 268 MB a run
@@ -24,9 +25,10 @@ def make_runs(folder: Path) -> None:
     """Finished runs, each with one checkpoint: all of the folder is worth keeping."""
     for number in range(RUNS):
         paths = RunPaths.create(folder, f"run{number}")
-        paths.events.write_text('{"t": 1.0, "type": "run"}\n')
-        write_json(paths.versions, {"run_id": paths.run_id})
-        write_json(paths.result, {"status": "completed"})
+        log = EventLog(paths.events)
+        log.write(RunStarted(run_id=paths.run_id))
+        log.write(RunEnded(status="completed"))
+        log.close()
         weights = {"model": {"model": {"weight": torch.rand(NUMBERS)}}}
         CheckpointStore(paths.checkpoints).put("best", 1, weights, {"epoch": 1})
 

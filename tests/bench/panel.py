@@ -94,10 +94,9 @@ def taken(what: Callable[[], Any], clock: Callable[[], float]) -> float:
 def write_sweep(folder: Path, trials: int) -> Path:
     """The folder of a sweep with many trials, as its scheduler would have written it."""
     folder.mkdir(parents=True)
-    (folder / "versions.json").write_text('{"kind": "sweep"}')
     (folder / "sweep.yaml").write_text(SWEEP_CONFIG)
     first = time.time() - trials  # two slots: a trial begins each second, and takes two
-    events = [{"type": "run", "t": first}]
+    events = [{"type": "run", "t": first, "search": "sweep"}]
     for n in range(trials):
         events.append({**trial(n, "running"), "t": first + n})
         for step in range(REPORTS):

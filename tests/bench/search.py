@@ -18,6 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from records import last_of, owner_pid
+
 import nbtoolkit as nb
 from nbtoolkit.run.events import Event
 from tests.bench.figures import Figure, in_fresh_process, median, quiet_config
@@ -228,7 +230,7 @@ def slot_gaps() -> dict[str, float]:
 
 
 def _reported(folder: Path) -> dict[str, float]:
-    metrics: dict[str, float] = json.loads((folder / "result.json").read_text())["metrics"]
+    metrics: dict[str, float] = last_of(folder).metrics
     return metrics
 
 
@@ -318,7 +320,7 @@ def open_seconds() -> float:
 
 def _resources(folder: Path) -> tuple[int, int]:
     """Bytes in memory and open files of the sweep's scheduler."""
-    process = Path("/proc") / str(json.loads((folder / "owner.json").read_text())["pid"])
+    process = Path("/proc") / str(owner_pid(folder))
     pages = int((process / "statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE"), len(list((process / "fd").iterdir()))
 

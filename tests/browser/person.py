@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 from kernels import SECONDS
+from records import owner_pid
 from server import Server
 
 if TYPE_CHECKING:
@@ -273,4 +273,4 @@ def person(
 
 def kill_supervisor(run: Path) -> None:
     """Kill the supervisor of a run or a sweep, as the OOM killer does."""
-    os.kill(json.loads((run / "owner.json").read_text())["pid"], signal.SIGKILL)
+    os.kill(owner_pid(run), signal.SIGKILL)

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from command_line import MINE, SPACE, command
 from kernels import until
+from records import ended_runs, last_of
 
 import nbtoolkit
 from nbtoolkit.__main__ import main
 from nbtoolkit.attach import attach
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.folds.make_folds import make_folds
-from nbtoolkit.run.paths import read_json
 from nbtoolkit.tasks.find import find_task
 
 
@@ -59,7 +59,7 @@ def test_train_runs_the_task_of_the_configuration_with_overrides(folder: Path) -
     done = command(folder, "train", "mine.json", "-o", "data.x=21", "--name", "mine")
     assert done.returncode == 0, done.stderr
     [run] = (folder / "outputs").glob("*-mine-*")
-    assert read_json(run / "result.json")["metrics"] == {"twice": 42.0}
+    assert last_of(run).metrics == {"twice": 42.0}
     assert done.stdout.splitlines()[-1].endswith(f"{run})")
     assert "completed, twice=42" in done.stdout
 
@@ -96,8 +96,8 @@ def test_an_interrupted_run_stops_and_exits_with_130(folder: Path) -> None:
     assert process.returncode == 130, err
     assert "stopping: interrupted" in out
     assert err.splitlines()[-1] == "interrupted"
-    [result] = (folder / "outputs").glob("*/result.json")
-    assert read_json(result)["status"] == "stopped"
+    [run] = ended_runs(folder / "outputs")
+    assert last_of(run).status == "stopped"
 
 
 def test_an_error_of_the_function_is_told_in_sentences_and_exits_with_1(call: Call) -> None:
@@ -162,7 +162,7 @@ def test_sweep_writes_the_best_configuration_and_train_takes_it(folder: Path, ca
     assert "3 of 3 trials; 3 complete" in done.stdout
     trained = call("train", str(best))
     assert trained.returncode == 0, trained.stderr
-    summary = read_json(best.parent / "result.json")["summary"]
+    summary = last_of(best.parent).summary
     assert f"score={summary['best_value']:.4g}" in trained.stdout
 
 

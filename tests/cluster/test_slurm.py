@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -10,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import slurm as slurms
+from records import last_of
 
 from nbtoolkit.cluster.recipes import Shape, recipe
 from nbtoolkit.config.schema import load_config
-from nbtoolkit.run.events import EventReader, MetricsReported, RunStarted
+from nbtoolkit.run.events import EventReader, MetricsReported, RunEnded, RunStarted
 
 pytestmark = pytest.mark.cluster
 
@@ -29,10 +29,9 @@ def submitted(slurm: slurms.Slurm, folder: Path, *settings: str) -> str:
     return slurm.run("sbatch", "--parsable", variables, "train.sh", cwd=folder)
 
 
-def the_result(folder: Path) -> dict[str, object]:
-    [path] = (folder / "runs").glob("*-train-*/result.json")
-    content: dict[str, object] = json.loads(path.read_text())
-    return content
+def the_result(folder: Path) -> RunEnded:
+    [run] = (folder / "runs").glob("*-train-*")
+    return last_of(run)
 
 
 def test_two_nodes_train_one_run(slurm: slurms.Slurm, tmp_path: Path) -> None:

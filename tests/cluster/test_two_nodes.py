@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +12,11 @@ from typing import Any
 import psutil
 import pytest
 import two_nodes
+from records import last_of
 from restarted import train as restarted
 
 import nbtoolkit as nb
-from nbtoolkit.run.events import EventReader, MetricsReported, RunStarted
+from nbtoolkit.run.events import EventReader, MetricsReported, RunEnded, RunStarted
 from nbtoolkit.tasks.digits import train as digits
 
 pytestmark = pytest.mark.cluster
@@ -71,13 +71,13 @@ def wait_until(reached: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def all_well(folder: Path, processes: list[subprocess.Popen[str]]) -> dict[str, Any]:
+def all_well(folder: Path, processes: list[subprocess.Popen[str]]) -> RunEnded:
     texts = [process.communicate(timeout=200)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], texts
-    [result] = (folder / "runs").glob("*-train-*/result.json")
-    content: dict[str, Any] = json.loads(result.read_text())
-    assert (content["status"], content["processes"]) == ("completed", 2)
-    return content
+    [run] = (folder / "runs").glob("*-train-*")
+    result = last_of(run)
+    assert (result.status, result.processes) == ("completed", 2)
+    return result
 
 
 def test_two_nodes_give_the_metrics_of_one(nodes: two_nodes.TwoNodes, tmp_path: Path) -> None:
@@ -147,7 +147,8 @@ def test_a_link_that_is_cut_for_ever_ends_both_ranks(
     wait_until(lambda: len(reported(tmp_path)) > 3)
     nodes.cut()
     all_ranks_end(nodes)
-    assert "result.json" not in [file.name for file in (tmp_path / "runs").glob("*-train-*/*")]
+    [run] = (tmp_path / "runs").glob("*-train-*")
+    assert last_of(run).status == "failed"
 
 
 def test_the_first_node_loses_its_agent_and_a_new_job_resumes(

@@ -21,6 +21,7 @@ import pytest
 import torch
 from every_field import PROVEN, leaves, proves
 from machines import T4, cpu_machine, machine, machine_of_age
+from records import ended_runs
 from torch import nn
 from torch.nn import functional as F
 from tracked_runs import all_runs, client_of, follow, whole_run
@@ -369,7 +370,7 @@ def test_the_command_line_calls_the_task(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "nbtoolkit", "train", f"{name}.yaml"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
-        (folder,) = (one for one in (tmp_path / name).iterdir() if (one / "result.json").exists())
+        (folder,) = ended_runs(tmp_path / name)
         assert nb.attach(folder).result().metrics["who"] == who
 
 

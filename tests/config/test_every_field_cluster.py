@@ -18,7 +18,7 @@ from nbtoolkit.cluster.recipes import Shape, recipe
 from nbtoolkit.cluster.slurm import SLURM
 from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.errors import LaunchError, PlanError
-from nbtoolkit.run.fingerprint import fingerprint
+from nbtoolkit.run.identity import Identity
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.tasks.digits import train as digits
 
@@ -81,7 +81,7 @@ def test_a_value_that_would_become_another_line_of_the_script_is_refused() -> No
 
 def test_the_section_does_not_change_what_a_run_is() -> None:
     one, other = Config(), load_config(env=None, overrides={"cluster.nodes": 4})
-    assert fingerprint(one.to_dict(), digits) == fingerprint(other.to_dict(), digits)
+    assert Identity.of(one.to_dict(), digits) == Identity.of(other.to_dict(), digits)
 
 
 @proves("cluster.address")

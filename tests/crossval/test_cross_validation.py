@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from kernels import all_gone, descendants, run_folder, script, until
+from records import owner_pid
 from sklearn.datasets import load_diabetes
 from sklearn.model_selection import KFold
 
@@ -215,7 +215,7 @@ def test_killed_in_the_middle_it_goes_on_in_another_kernel(
     with script(code, tmp_path) as kernel:
         paths = RunPaths(run_folder(tmp_path / "out"))
         until(lambda: _state(paths, 0) == "complete" and _reports(paths, 1), "fold 0, and 1 to run")
-        scheduler = json.loads(paths.owner.read_text())["pid"]
+        scheduler = owner_pid(paths.folder)
         family = descendants(kernel.pid)
         os.kill(kernel.pid if victim == "kernel" else scheduler, signal.SIGKILL)
         kernel.process.wait(120)

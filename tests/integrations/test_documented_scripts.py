@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import os
 import re
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 import framework_scripts as scripts
 import pytest
 from kernels import until
+from records import owner_pid
 
 import nbtoolkit as nb
 from nbtoolkit.errors import WorkerDied
@@ -161,7 +161,7 @@ def test_a_run_ends_within_an_epoch_and_resumes(
     if why == "stopped":
         handle.stop()
     else:
-        os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGTERM)
+        os.kill(owner_pid(handle.paths.folder), signal.SIGTERM)
     stopped = handle.result()
     assert stopped.status == why
     assert stopped.values == []

@@ -180,12 +180,12 @@ def test_a_search_inside_an_estimator_starts_no_processes(tmp_path: Path) -> Non
 
 
 def test_two_estimators_are_two_functions() -> None:
-    from nbtoolkit.run.fingerprint import fingerprint
+    from nbtoolkit.run.identity import Identity
 
     made = [
         nbs.train_function(estimator, X, Y) for estimator in (SVC(), SVC(), SVC(C=2.0), Ridge())
     ]
-    hashes = [fingerprint({}, train) for train in made]
+    hashes = [Identity.of({}, train) for train in made]
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 3
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from kernels import until
 from machines import P100, T4, cpu_machine, machine
+from records import owner_pid
 
 import nbtoolkit as nb
 from nbtoolkit.doctor import held_gpus
@@ -351,7 +352,7 @@ def test_a_run_ends_within_an_epoch_and_repeats_it_when_resumed(tmp_path: Path, 
 
     def warn_of_the_end(handle: nb.RunHandle) -> None:
         """As a session that is about to end does."""
-        os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGTERM)
+        os.kill(owner_pid(handle.paths.folder), signal.SIGTERM)
 
     stopped, took = ended(lambda handle: handle.stop())
     assert (stopped.status, stopped.values) == ("stopped", [])

@@ -8,7 +8,6 @@ kills hit it at work on a slow machine, and before its end on a fast one.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from kernels import until
+from records import first_of
 
 import nbtoolkit as nb
 from nbtoolkit.errors import WorkerDied
@@ -69,7 +69,7 @@ def configured(folder: Path, *, epochs: int, dropout: bool) -> nb.Config:
 
 def kill_at_random(handle: nb.RunHandle, ranks: int, chance: random.Random) -> None:
     """Kill a rank after some words of its training, or after none; at its end at the latest."""
-    attempt = json.loads(handle.paths.versions.read_text())["attempt"]
+    attempt = first_of(handle.paths.folder).attempt
 
     def now() -> list[Event]:
         """The events of this attempt."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -25,6 +24,7 @@ from kernels import (
     until,
 )
 from machines import DAY, machine_of_age
+from records import owner_pid
 
 import nbtoolkit as nb
 from nbtoolkit.environment.deadline import TimeLimit, session_age, time_limit
@@ -293,7 +293,7 @@ def test_a_signal_to_the_owner_ends_the_run_with_all_saved(
 ) -> None:
     handle = begin(steps_until_news, config)
     ranks_up(handle.paths.folder)
-    os.kill(json.loads(handle.paths.owner.read_text())["pid"], number)
+    os.kill(owner_pid(handle.paths.folder), number)
     result = handle.result(timeout=SECONDS)
     assert (result.status, result.checkpoint) == (status, result.paths.checkpoints / "last.pt")
     [stop] = [event for event in handle.events() if event.type == "stop"]
@@ -324,7 +324,7 @@ def test_fit_saves_inside_an_epoch_and_goes_on_there_on_another_number_of_ranks(
     mine = config.with_overrides({**settings, "optim.name": "sgd"})
     handle = begin(fits_slowly, mine)
     ranks_up(handle.paths.folder)
-    os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGTERM)
+    os.kill(owner_pid(handle.paths.folder), signal.SIGTERM)
     assert handle.result(timeout=SECONDS).status == "deadline"
     assert told(handle)[-3:] == ["stop", "checkpoint", "ended"]
     [saved] = [event for event in handle.events() if event.type == "checkpoint"]
@@ -391,7 +391,7 @@ def test_a_second_sigterm_to_the_owner_ends_a_run_whose_function_never_reports(
 ) -> None:
     handle = begin(functions.sleeps, config)
     ranks_up(handle.paths.folder)
-    owner = json.loads(handle.paths.owner.read_text())["pid"]
+    owner = owner_pid(handle.paths.folder)
     os.kill(owner, signal.SIGTERM)
     until(lambda: [e for e in handle.events() if e.type == "stop"], "the first request")
     time.sleep(1.5)

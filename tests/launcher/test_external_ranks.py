@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 from kernels import descendants
 from machines import T4, machine
+from records import last_of
 
 from nbtoolkit.attach import attach
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.in_process import first_node, rendezvous
 from nbtoolkit.run.events import EventReader
-from nbtoolkit.run.paths import RunPaths, read_json
+from nbtoolkit.run.paths import RunPaths
 
 SCRIPT = str(Path(__file__).parents[1] / "support/in_place.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -58,7 +59,7 @@ def told(*processes: subprocess.Popen[str]) -> list[dict[str, Any]]:
 
 
 def the_run(outputs: Path) -> RunPaths:
-    [folder] = [path.parent for path in outputs.glob("*/versions.json")]
+    [folder] = [path.parent for path in outputs.glob("*/events.jsonl")]
     return RunPaths(folder)
 
 
@@ -68,7 +69,7 @@ def types(paths: RunPaths) -> list[str]:
 
 def wait_for(outputs: Path, type: str, process: subprocess.Popen[str]) -> RunPaths:
     while process.poll() is None:
-        if list(outputs.glob("*/versions.json")) and type in types(the_run(outputs)):
+        if list(outputs.glob("*/events.jsonl")) and type in types(the_run(outputs)):
             return the_run(outputs)
         time.sleep(0.05)
     raise AssertionError(process.communicate())
@@ -176,7 +177,7 @@ def test_torchrun_job_ends_with_the_exception_of_one_rank(tmp_path: Path) -> Non
 
     paths = the_run(tmp_path)
     assert types(paths).count("ended") == 1
-    assert read_json(paths.error)["rank"] == 1
+    assert last_of(paths.folder).rank == 1
     with pytest.raises(ValueError, match="rank 1 had enough") as caught:
         attach(paths.folder).result()
     assert "rank 1, " in caught.value.__notes__[0]

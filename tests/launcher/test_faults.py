@@ -18,10 +18,13 @@ import psutil
 import pytest
 from kernels import START, all_gone, descendants, finish, ranks_up, run_folder, script, until
 from mounts import in_own_mounts
+from records import last_of, owner_pid
 
 import nbtoolkit as nb
 from nbtoolkit import errors
 from nbtoolkit.launcher.forkserver_client import fork_server
+from nbtoolkit.run.attempts import last_event
+from nbtoolkit.run.paths import RunPaths
 
 pytestmark = pytest.mark.chaos
 
@@ -76,7 +79,7 @@ def test_an_error_on_rank_1_while_rank_0_waits(train: Any, config: nb.Config) ->
     assert f"rank 1, {functions.__file__}:{line};" in notes(caught.value)
     assert str(handle.paths.log(1)) in notes(caught.value)
     assert "wrong on rank 1" in handle.paths.log(1).read_text()
-    assert json.loads(handle.paths.error.read_text())["rank"] == 1
+    assert last_of(handle.paths.folder).rank == 1
     frames = [frame.name for frame in caught.traceback]
     assert frames[-1] == train.__name__  # down to the user's line
 
@@ -371,8 +374,7 @@ def test_killed_kernel_takes_everything_with_it(home: Path) -> None:
         )  # fork server, supervisor, agent, ranks, DataLoader workers
         kernel.kill()
         all_gone(family)
-    assert not (folder / "result.json").exists()
-    assert not (folder / "error.json").exists()  # unfinished: it can be resumed
+    assert last_event(RunPaths(folder)) is None  # unfinished: it can be resumed
 
 
 @pytest.mark.long
@@ -418,14 +420,14 @@ def test_killed_forkserver(config: nb.Config) -> None:
     with pytest.raises(errors.LaunchError, match="the fork server process died"):
         handle.result(timeout=SOON)
     all_gone(family)
-    assert not handle.paths.ended()  # unfinished: it can be resumed
+    assert last_event(handle.paths) is None  # unfinished: it can be resumed
     assert works(config)
 
 
 def test_killed_owner(config: nb.Config) -> None:
     handle = begin(functions.sleeps_with_helpers, config)
     ranks_up(handle.paths.folder)
-    supervisor = json.loads(handle.paths.owner.read_text())["pid"]
+    supervisor = owner_pid(handle.paths.folder)
     family = descendants(fork_server().pid)
     assert supervisor in family
     ranks = ranks_up(handle.paths.folder)
@@ -439,7 +441,7 @@ def test_killed_owner(config: nb.Config) -> None:
 def test_an_owner_that_fails_does_not_blame_the_folder(config: nb.Config) -> None:
     handle = begin(functions.sleeps_with_helpers, config)
     ranks = ranks_up(handle.paths.folder)
-    supervisor = json.loads(handle.paths.owner.read_text())["pid"]
+    supervisor = owner_pid(handle.paths.folder)
     psutil.Process(supervisor).rlimit(psutil.RLIMIT_NOFILE, (3, 3))
     with pytest.raises(
         errors.LaunchError, match=r"that owned the run .* failed .*Too many"
@@ -454,7 +456,7 @@ def test_an_owner_that_is_asked_to_end_lets_the_ranks_leave(config: nb.Config) -
     """What a pre-emption or a shutdown of the machine looks like."""
     handle = begin(functions.reports_until_stopped, config)
     ranks_up(handle.paths.folder)
-    os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGTERM)
+    os.kill(owner_pid(handle.paths.folder), signal.SIGTERM)
     assert handle.result(timeout=SOON).status == "deadline"
 
 
@@ -472,7 +474,7 @@ def test_a_killed_agent_takes_its_ranks_with_it(config: nb.Config) -> None:
 def test_a_handle_hears_of_its_owners_death_without_waiting(config: nb.Config) -> None:
     handle = begin(functions.sleeps, config)
     ranks = ranks_up(handle.paths.folder)
-    os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGKILL)
+    os.kill(owner_pid(handle.paths.folder), signal.SIGKILL)
     until(handle.done, "the handle's notice")
     all_gone(ranks)
 

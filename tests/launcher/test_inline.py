@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from records import last_of
 
 import nbtoolkit as nb
 from nbtoolkit.environment.variables import temporary_variables
 from nbtoolkit.errors import CannotPickle, NestedLaunch, PlanError
-from nbtoolkit.run.paths import read_json, runs_in
+from nbtoolkit.run.paths import runs_in
 
 
 def settings(outputs: Path, **more: Any) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def test_an_exception_passes_as_it_is_and_is_recorded(tmp_path: Path) -> None:
     assert caught.value is error
     assert not hasattr(error, "__notes__")
     [paths] = runs_in(tmp_path)
-    assert read_json(paths.error)["text"] == "mine"
+    assert last_of(paths.folder).error == "builtins.ValueError: mine"
     assert not paths.owned()
     with pytest.raises(ValueError, match="mine"):
         nb.attach(paths.folder).result()
@@ -74,7 +75,7 @@ def test_a_value_that_cannot_be_kept_is_an_error_of_the_run(tmp_path: Path) -> N
     with pytest.raises(CannotPickle, match="value\\['lock'\\]"):
         launch(lambda config, ctx: {"lock": threading.Lock()}, tmp_path)
     [paths] = runs_in(tmp_path)
-    assert "CannotPickle" in read_json(paths.error)["type"]
+    assert "CannotPickle" in str(last_of(paths.folder).error)
 
 
 def test_an_interrupt_stops_the_run(tmp_path: Path) -> None:

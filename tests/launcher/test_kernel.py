@@ -18,6 +18,7 @@ from kernels import (
     shared_notebook,
     until,
 )
+from records import owned_runs
 
 import nbtoolkit as nb
 
@@ -49,9 +50,7 @@ def new_run(home: Path, before: set[Path]) -> Path:
     """The folder of the run that was started since."""
 
     def look() -> list[Path]:
-        return [
-            path.parent for path in (home / "out").glob("*/owner.json") if path.parent not in before
-        ]
+        return [folder for folder in owned_runs(home / "out") if folder not in before]
 
     return Path(until(look, "the run's supervisor")[0])
 

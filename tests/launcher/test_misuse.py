@@ -15,7 +15,7 @@ from kernels import SECONDS, run_folder, script
 
 import nbtoolkit as nb
 from nbtoolkit.errors import CheckpointError, ConfigError, LaunchError, ResumeError, RunFolderError
-from nbtoolkit.run.fingerprint import fingerprint
+from nbtoolkit.run.identity import Identity
 
 
 @pytest.fixture
@@ -264,13 +264,13 @@ def _closure(lr: float) -> Any:
     ],
 )
 def test_functions_that_differ_in_a_bound_value_share_no_run(make: Any) -> None:
-    assert fingerprint({}, make(0.1)) == fingerprint({}, make(0.1))
-    assert fingerprint({}, make(0.1)) != fingerprint({}, make(0.2))
+    assert Identity.of({}, make(0.1)) == Identity.of({}, make(0.1))
+    assert Identity.of({}, make(0.1)) != Identity.of({}, make(0.2))
 
 
 def test_partials_of_two_functions_share_no_run() -> None:
     one, other = functools.partial(functions.ranks), functools.partial(functions.reports)
-    assert fingerprint({}, one) != fingerprint({}, other)
+    assert Identity.of({}, one) != Identity.of({}, other)
 
 
 def test_a_run_damaged_by_a_crash_hinders_no_launch(config: nb.Config) -> None:

@@ -12,6 +12,7 @@ import pytest
 from fits import configured, model_of, samples
 from limits import Hungry, limit_addresses, memory_cgroup
 from machines import CPU_BUILD, machine
+from records import first_of
 from torch import nn
 
 import nbtoolkit as nb
@@ -19,6 +20,8 @@ from nbtoolkit.environment.plan import GroupFailure, LaunchPlan, OutOfMemory, ma
 from nbtoolkit.errors import LaunchError, PlanError, WorkerDied
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.failures import is_out_of_memory
+from nbtoolkit.run.attempts import newest_plan
+from nbtoolkit.run.paths import RunPaths
 
 BATCH = 64
 
@@ -142,12 +145,12 @@ def test_a_resume_on_half_the_devices_finds_its_own_micro_batch(tmp_path: Path) 
     with pytest.raises(RuntimeError, match="the session ends"):
         start(tmp_path / "half", **more)
     (run,) = (tmp_path / "half").glob("*-hungry-*")
-    before = json.loads((run / "plan.json").read_text())
+    before = newest_plan(RunPaths(run))
     resumed = start(tmp_path / "half", processes=1, **more)
     assert resumed.paths.folder == run
     assert before["accumulate"] > 1
     assert resumed.plan.accumulate > before["accumulate"]
-    assert json.loads((run / "versions.json").read_text())["attempt"] == 2
+    assert first_of(run).attempt == 2
     check_equal(free, resumed)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from demo import IPC
 from kernels import SECONDS
 from PIL import Image
+from records import ended_runs, last_of
 from run_folders import trained, write_run
 from sklearn.datasets import load_digits
 
@@ -60,9 +60,9 @@ def test_training_under_papermill_with_parameters(tmp_path: Path) -> None:
         config=IPC,
     )
     (run,) = (tmp_path / "out").glob("*-digits-*")
-    result = json.loads((run / "result.json").read_text())
-    assert (result["status"], result["processes"]) == ("completed", 2)
-    assert result["metrics"]["val_accuracy"] > 0.6
+    result = last_of(run)
+    assert (result.status, result.processes) == ("completed", 2)
+    assert result.metrics["val_accuracy"] > 0.6
     assert (tmp_path / "out/mlflow.db").stat().st_size > 0
 
     outputs = {cell.id: cell.outputs for cell in executed.cells if cell.cell_type == "code"}
@@ -114,8 +114,8 @@ def test_the_sweep_shows_its_table_and_plots_and_trains_its_winner(tmp_path: Pat
     assert outputs["importances"] == []  # of five trials
     [sweep] = (tmp_path / "out").glob("*-digits-*")
     [winner] = (tmp_path / "out").glob("*-winner-*")
-    best = json.loads((sweep / "result.json").read_text())["summary"]
-    metrics = json.loads((winner / "result.json").read_text())["metrics"]
+    best = last_of(sweep).summary
+    metrics = last_of(winner).metrics
     assert metrics["val_accuracy"] == pytest.approx(best["best_value"])
     assert (sweep / "best.yaml").exists()
     assert str(sweep) in said(outputs["after"])
@@ -128,7 +128,7 @@ def test_the_cross_validation_predicts_every_sample_and_trains_its_winner(tmp_pa
     assert "of 1500 are right" in said(outputs["oof"])
     assert "3 models together" in said(outputs["oof"])
     assert "2/2" in html_of(outputs["search"])
-    assert len([*(tmp_path / "out").glob("*-winner-*/result.json")]) == 1
+    assert len(ended_runs(tmp_path / "out", "*-winner-*")) == 1
 
 
 def accepted(folder: Path) -> pd.DataFrame:
@@ -170,10 +170,10 @@ def test_with_a_deadline_that_comes_early_the_submission_is_valid(
 
 def test_the_report_is_on_the_runs_in_a_folder_and_a_page_is_beside_them(tmp_path: Path) -> None:
     for name in ("20260101T000000-one-0001", "20260102T000000-two-0002"):
-        diary = [*trained({"val_loss": [0.5, 0.25]}), {"type": "ended", "status": "completed"}]
+        diary = trained({"val_loss": [0.5, 0.25]})
         ended = {"status": "completed", "metrics": {"val_loss": 0.25}}
         value = {"labels": [0, 1], "predictions": [0, 1]}
-        write_run(tmp_path / "out", name, events=diary, result=ended, returned=value)
+        write_run(tmp_path / "out", name, events=diary, ended=ended, returned=value)
     result = nb.run_notebook(
         REPORT, tmp_path / "report.ipynb", {"folder": str(tmp_path / "out")}, html=False
     )
@@ -206,8 +206,8 @@ def test_metric_learning_takes_a_folder_of_images(tmp_path: Path) -> None:
     shown = [one for cell in outputs.values() for one in cell if "image/png" in one.get("data", {})]
     assert len(shown) == 3  # confusion, embeddings, neighbours
     [run] = (tmp_path / "out").glob("*-metric_learning-*")
-    result = json.loads((run / "result.json").read_text())
-    assert (result["status"], result["processes"]) == ("completed", 2)
+    result = last_of(run)
+    assert (result.status, result.processes) == ("completed", 2)
     with np.load(run / "index.npz") as index:
         assert index["vectors"].shape == (300, 128)
         assert set(index["classes"]) == {f"class {number}" for number in range(10)}

@@ -181,7 +181,7 @@ def test_a_cell_that_fails_is_told_as_it_would_have_been_here(start: Start, tmp_
 def test_who_stops_it_ends_its_kernel_and_what_runs_in_it(start: Start, tmp_path: Path) -> None:
     handle = start(LAUNCHES, "nb.launch(panel_functions.until_told, config, display='off')")
     [run] = until(lambda: handle.runs, "the run")
-    until((run / "owner.json").exists, "its supervisor")
+    until((run / "owner.lock").read_text, "its supervisor")
     family = {pid(handle), *descendants(pid(handle))}
     assert len(family) > 2
     nb.NotebookHandle(handle.output).stop()

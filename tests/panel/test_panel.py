@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import shutil
@@ -35,6 +34,7 @@ from panels import (
     visible,
     walk,
 )
+from records import last_of, owned_runs, owner_pid
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
@@ -236,7 +236,7 @@ def test_a_sweep_is_paused_resumed_added_to_and_its_best_is_trained(
     assert ends(panel) == "completed"
     assert panel.folder == sweep
     assert controller(panel).state.counts() == (8, 8)
-    best = json.loads((sweep / "result.json").read_text())["summary"]["best_params"]["optim.lr"]
+    best = last_of(sweep).summary["best_params"]["optim.lr"]
     assert f"'optim.lr': {best!r}" in controller(panel).board.best_code.value
     ast.parse(controller(panel).board.best_code.value)
     click(panel, "train_best")
@@ -347,7 +347,7 @@ def test_a_killed_process_is_told_and_the_sweep_goes_on_from_there(
     panel.press("sweep")
     until(lambda: trials_begun(panel) == 2, "two trials")
     assert panel.folder is not None
-    os.kill(json.loads((panel.folder / "owner.json").read_text())["pid"], signal.SIGKILL)
+    os.kill(owner_pid(panel.folder), signal.SIGKILL)
     assert ends(panel) == "cut off"
     assert "its process died" in region(panel, "strip")
     assert {"resume", "launch"} <= pressable(panel)
@@ -481,7 +481,7 @@ def test_in_a_kernel_a_click_starts_and_the_view_follows_while_a_cell_is_busy(
         assert "application/vnd.jupyter.widget-view+json" in shown[0]
         assert "No run yet" in shown[1]["text/html"]
         press(kernel, kernel.run(CLICK).ok().text.strip())
-        until(lambda: [*home.glob("out/*/owner.json")], "the run")
+        until(lambda: owned_runs(home / "out"), "the run")
         waits = kernel.start(WAITS)
         until((home / "waiting").exists, "the cell that waits")
         kernel.interrupt()

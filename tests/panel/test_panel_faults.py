@@ -32,6 +32,7 @@ from panels import (
     trials_begun,
     visible,
 )
+from records import owner_pid
 from run_folders import sweep, trained, trial, write_run
 
 import nbtoolkit as nb
@@ -148,7 +149,7 @@ def test_a_running_run_whose_folder_is_deleted_is_gone_and_another_can_be_launch
     folder = panel.folder
     assert folder is not None
     until(lambda: (status(panel), controller(panel).state.curves)[1], "its first report")
-    supervisor = json.loads((folder / "owner.json").read_text())["pid"]
+    supervisor = owner_pid(folder)
     shutil.rmtree(folder, ignore_errors=True)
     until(lambda: not folder.exists() or shutil.rmtree(folder, ignore_errors=True), "its end")
     assert status(panel) == "gone"
@@ -229,7 +230,7 @@ def test_a_killed_run_is_told_without_being_asked_and_goes_on(opened: Open, home
     panel.press("launch")
     assert panel.folder is not None
     until(lambda: "step " in strip(panel), "its first report")
-    os.kill(json.loads((panel.folder / "owner.json").read_text())["pid"], signal.SIGKILL)
+    os.kill(owner_pid(panel.folder), signal.SIGKILL)
     until(lambda: "its process died" in strip(panel), "the fault")
     until(lambda: visible(controller(panel).board.buttons["resume"]), "the offer")
     (home / "end").touch()

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from kernels import SECONDS, Cell, Notebook, notebook, until
+from records import owned_runs
 from run_folders import sweep, trained, trial, write_run
 
 VERSIONS = ("6.31.0", "7.3.0", "7.4.0")
@@ -228,7 +229,7 @@ def test_two_clicks_start_one_run_and_an_interrupt_breaks_the_cell_and_not_the_p
     click(kernel, launch, shell)  # both at once, in two threads where there are two
     kernel.interrupt()
     assert kernel.wait(busy).error == "KeyboardInterrupt"
-    until(lambda: [*tmp_path.glob("out/*/owner.json")], "the run")
+    until(lambda: owned_runs(tmp_path / "out"), "the run")
     condition = "'completed' not in board.strip.value"
     follows = kernel.start(BUSY.format(condition=condition, wait="pass"))
     (tmp_path / "end").touch()

@@ -386,7 +386,6 @@ def test_the_tab_is_marked_at_the_end_if_wanted(out: Path, settings: dict[str, A
             assert controller(panel).board.notice.outputs == ()
             with paths.events.open("a") as log:
                 log.write(json.dumps({"t": NOON + 9, **COMPLETED}) + "\n")
-            paths.result.write_text("{}")
             panel.refresh()
         outputs = controller(panel).board.notice.outputs
         assert bool(outputs) is notify

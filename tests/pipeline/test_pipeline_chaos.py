@@ -21,9 +21,11 @@ import yaml
 from kernels import SECONDS, children, descendants, until
 from pipelines import own_tmpdir, write_pipeline
 from programs import write_program
+from records import first_of, last_of
 
 import nbtoolkit as nb
-from nbtoolkit.run.paths import read_json
+from nbtoolkit.run.attempts import last_event
+from nbtoolkit.run.paths import RunPaths
 
 __all__ = ["own_tmpdir"]  # a fixture
 
@@ -146,11 +148,11 @@ def test_a_step_that_was_killed_goes_on_from_its_runs_checkpoint(tmp_path: Path)
     until(lambda: [*(tmp_path / "out").glob("*-train-*/checkpoints/step-*")], "a checkpoint")
     assert strike(command, "all")
     [run] = (tmp_path / "out").glob("*-train-*")
-    assert not (run / "result.json").exists()
+    assert last_event(RunPaths(run)) is None
     hold.unlink()
     published(path, tmp_path / "out")
     assert [*(tmp_path / "out").glob("*-train-*")] == [run]
-    assert read_json(run / "versions.json")["attempt"] == 2
+    assert first_of(run).attempt == 2
 
 
 @pytest.mark.chaos
@@ -180,5 +182,5 @@ def check_that_the_best_was_trained(folder: Path, values: dict[str, Any]) -> Non
     again = nb.run_pipeline("config/pipeline/smoke.yaml", folder=folder, display="off")
     assert {step.status for step in again.steps.values()} == {"skipped"}
     run = Path(again["train"].values["folder"])
-    assert read_json(run / "result.json")["metrics"] == trained["metrics"]
+    assert last_of(run).metrics == trained["metrics"]
     assert f"hidden: {found['best_config']['model.hidden']}" in (run / "config.yaml").read_text()

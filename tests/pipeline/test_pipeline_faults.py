@@ -26,7 +26,8 @@ from nbtoolkit.errors import (
     PipelineFailed,
 )
 from nbtoolkit.pipeline.folder import PipelineFolder
-from nbtoolkit.run.paths import RunPaths, write_json
+from nbtoolkit.run.events import EventLog, RunStarted
+from nbtoolkit.run.paths import RunPaths
 
 __all__ = ["own_tmpdir"]  # a fixture
 
@@ -116,17 +117,18 @@ def test_runs_of_a_killed_step_are_waited_for_unless_they_are_detached(
     place.files("one").log.parent.mkdir()
     place.files("one").log.touch()
     paths = RunPaths.create(tmp_path, "left")
-    write_json(paths.versions, {})
+    log = EventLog(paths.events)
     with open(paths.lock, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        write_json(paths.owner, {"detached": True})
+        log.write(RunStarted(detached=True))
         place.wait_for_leftovers("one")
-        write_json(paths.owner, {"detached": False})
+        log.write(RunStarted(detached=False))
         ends = threading.Timer(seconds, lock.close)
         ends.start()
         place.wait_for_leftovers("one")
         assert lock.closed
         ends.join()
+    log.close()
 
 
 @pytest.mark.long

@@ -149,7 +149,7 @@ def test_labels_may_be_lists_arrays_or_tensors(tmp_path: Path, kind: Any) -> Non
 
 
 def test_the_folds_of_a_cross_validation_are_one_matrix(tmp_path: Path) -> None:
-    cv = write_run(tmp_path, "cv", events=[{"type": "run"}], about={"kind": "cv"})
+    cv = write_run(tmp_path, "cv", events=[{"type": "run"}], kind="cv")
     for fold in range(3):
         value = {"labels": [0, 1], "predictions": [0, fold % 2]}
         write_run(cv.folder / "folds", str(fold), events=DIARY, returned=value)

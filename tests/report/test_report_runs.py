@@ -74,8 +74,6 @@ def test_a_failure_is_told_in_one_line_and_as_text(tmp_path: Path) -> None:
 
 def test_of_damaged_files_the_rest_is_read(tmp_path: Path) -> None:
     paths = write_run(tmp_path, "a", events=trained({"val_loss": [1.0, 0.5]}))
-    paths.plan.write_text("{")
-    paths.result.write_text("[1]")
     with paths.events.open("a") as diary:
         diary.write('[1]\n{"type": "report"}\n{"t": 1, "ty\n{"t": 2, "type": "report"')
     assert read_state(paths.folder).curves == {"val_loss": [(1, 1.0), (2, 0.5)]}
@@ -87,7 +85,7 @@ def test_runs_are_found_in_folders_below_without_trials_folds_and_copies(tmp_pat
         write_run(tmp_path, place, events=trained({"loss": [1.0]}))
     write_run(tmp_path / "20260102T000000-b-1", "trials/0000", events=trained({"loss": [1.0]}))
     (copy := tmp_path / "mlartifacts/0/artifacts").mkdir(parents=True)
-    (copy / "versions.json").write_text("{}")  # MLflow's, of a run's artifacts
+    (copy / "config.yaml").write_text("{}")  # MLflow's, of a run's artifacts
     write_run(tmp_path / ".trash", "deleted-0001", events=trained({"loss": [1.0]}))
     (tmp_path / "loop").symlink_to(tmp_path)
     names = [paths.run_id for paths in runs_below(tmp_path)]
@@ -115,6 +113,7 @@ def test_runs_of_one_second_are_in_the_order_in_which_they_were_made(tmp_path: P
     made = ["20260412T101500-z-7f3a", "20260412T101500-a-0001", "20260412T101501-a-0002"]
     for age, name in enumerate(made):
         paths = write_run(tmp_path, name)
-        os.utime(paths.versions, ns=(age, age))
+        paths.config.touch()
+        os.utime(paths.config, ns=(age, age))
     assert [paths.run_id for paths in runs_below(tmp_path)] == made
     assert [paths.run_id for paths in runs_in(tmp_path)] == made[::-1]

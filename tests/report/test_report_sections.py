@@ -95,7 +95,7 @@ def test_damaged_events_and_a_missing_sweep_config_do_not_end_a_report(tmp_path:
     broken = [{"type": kind} for kind in (*kinds, "?")]
     whole = {"type": "fold", "number": None, "fold": 0, "state": "complete", "metrics": {"a": 1.5}}
     for kind in ("run", "sweep", "cv"):
-        run = write_run(tmp_path, kind, events=[*broken, whole], about={"kind": kind})
+        run = write_run(tmp_path, kind, events=[{"type": "run"}, *broken, whole], kind=kind)
         if kind == "sweep":
             (run.folder / "sweep.yaml").write_text("study: {")
     report = read_report(tmp_path)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from records import first_of
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ConfigError, NbtoolkitError, WorkerError
@@ -313,21 +314,22 @@ def copied(whole: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
 
 def test_the_error_has_three_parts(copied: Callable[[str], Path]) -> None:
     folder = copied("run")
-    (folder / "result.json").write_text("")
-    told = r"(?s)result.json cannot be read: .*\n  Allowed: an undamaged .*\n  Do now:  .*resumes"
+    (folder / "values/0.pkl").write_bytes(b"")
+    told = r"(?s)0.pkl cannot be read: .*\n  Allowed: an undamaged .*\n  Do now:  .*resumes"
     with pytest.raises(NbtoolkitError, match=told):
-        nb.attach(folder, display="off").result()
+        _ = nb.attach(folder, display="off").result().value
 
 
-def test_an_unfinished_run_with_an_empty_result_resumes(
+def test_a_failed_run_whose_end_is_cut_resumes(
     config: nb.Config, copied: Callable[[str], Path]
 ) -> None:
     folder = copied("failed")
-    (folder / "result.json").write_text("")
+    events = folder / "events.jsonl"
+    events.write_bytes(events.read_bytes()[:-20])
     there = config.with_overrides({"runtime.output_dir": str(folder.parent)})
     with pytest.raises(Failed):
         begin("failed", there, "auto")
-    assert json.loads((folder / "versions.json").read_text())["attempt"] == 2
+    assert first_of(folder).attempt == 2
 
 
 def test_a_failure_whose_exception_is_lost_is_told_by_its_text(
@@ -355,12 +357,14 @@ def test_an_older_checkpoint_that_is_whole_is_used(
     assert any(torch.equal(model.weight, one) for one in saved.values() if one.shape == (1, 2))
 
 
-def test_a_sweep_without_its_events_is_read_from_its_study(
+def test_a_sweep_that_lost_its_trials_events_is_read_from_its_study(
     whole: dict[str, Path], copied: Callable[[str], Path]
 ) -> None:
     folder = copied("sweep")
     before = nb.attach(whole["sweep"], display="off").result()
-    (folder / "events.jsonl").write_text("")
+    events = folder / "events.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join([lines[0], lines[-1]]))
     after = nb.attach(folder, display="off").result()
     assert len(after.trials) == 2
     assert after.trials.equals(before.trials)

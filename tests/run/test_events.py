@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from nbtoolkit.run.events import (
+    RECORD,
     CheckpointSaved,
     CommandReceived,
     DevicesSampled,
@@ -24,9 +25,11 @@ from nbtoolkit.run.events import (
     MetricsLogged,
     MetricsReported,
     NoteAdded,
+    PlanChanged,
     RankPhaseChanged,
     RunEnded,
     RunStarted,
+    RunSubmitted,
     StopRequested,
     TrialChanged,
     decode,
@@ -38,7 +41,12 @@ WHOLE: list[Event] = [
         t=1.5,
         run_id="20260101T000000-a-0001",
         attempt=2,
-        fingerprint="0123",
+        record=RECORD,
+        identity="0123",
+        code={"train": "4567"},
+        detached=True,
+        total=7,
+        timeout=60.0,
         function="module.train",
         host="kaggle",
         versions={"python": "3.11.7"},
@@ -78,11 +86,27 @@ WHOLE: list[Event] = [
         folder="trials/0007/fold-2",
     ),
     CommandReceived(t=1.5, op="add_trials", n=3),
-    RunEnded(t=1.5, status="failed", seconds=2.0, error="ValueError: no", metrics={"loss": 0.5}),
+    RunSubmitted(t=1.5, record=RECORD, run_id="20260101T000000-a-0001", identity="0123"),
+    PlanChanged(t=1.5, plan={"processes": 1}),
+    RunEnded(
+        t=1.5,
+        status="failed",
+        seconds=2.0,
+        metrics={"loss": 0.5},
+        processes=2,
+        checkpoint="checkpoints/last.pt",
+        summary={"best": 3},
+        error="ValueError: no",
+        traceback="Traceback:\n",
+        rank=1,
+        notes=["as an example"],
+    ),
 ]
 
 LEAST: list[Event] = [
+    RunSubmitted(),
     RunStarted(),
+    PlanChanged(plan={}),
     RankPhaseChanged(rank=0, phase="started"),
     NoteAdded(text="x"),
     MetricsLogged(values={}),
@@ -110,7 +134,7 @@ def name_of(event: Event) -> str:
 
 @pytest.mark.parametrize("events", [WHOLE, LEAST])
 def test_every_type_is_here(events: list[Event]) -> None:
-    assert {type(event) for event in events} == set(Event.__subclasses__())
+    assert {type(event) for event in events} == {*Event.__subclasses__(), RunStarted}
     assert len({event.type for event in events}) == len(events)
 
 
@@ -213,30 +237,3 @@ def test_an_event_gets_its_time_when_it_is_written(tmp_path: Path) -> None:
 def test_an_event_does_not_change() -> None:
     with pytest.raises(FrozenInstanceError):
         WHOLE[2].text = "y"  # type: ignore[misc,union-attr]
-
-
-def test_lines_of_version_0_1_are_read() -> None:
-    """As they were written when events were dicts."""
-    lines = """
-{"t": 1.0, "type": "run", "run_id": "a", "attempt": 1, "fingerprint": "f", "function": "m.f", \
-"host": "script", "versions": {}, "config": {"seed": 0}, "plan": {"processes": 1}}
-{"t": 1.0, "type": "metrics", "values": {"loss": NaN}, "step": null}
-{"t": 1, "type": "trial", "number": 0, "state": "running", "params": {"x": 1}, "value": null, \
-"values": [], "seconds": null, "reason": null, "folder": "trials/0000", "best": false}
-{"t": 1.0, "type": "fold", "number": 0, "fold": 1, "state": "running", "metrics": {}, \
-"seconds": null, "folder": "trials/0000/fold-1"}
-{"t": 1.0, "type": "command", "op": "pause"}
-{"t": 1.0, "type": "ended", "status": "completed", "seconds": 1, "error": null, "metrics": {}}
-"""
-    run, metrics, trial, fold, command, ended = map(decode, lines.strip().splitlines())
-    assert isinstance(run, RunStarted)
-    assert (run.search, run.params, run.plan) == (None, {}, {"processes": 1})
-    assert isinstance(metrics, MetricsLogged)
-    assert math.isnan(metrics.values["loss"])
-    assert trial == TrialChanged(
-        t=1.0, number=0, state="running", params={"x": 1}, folder="trials/0000"
-    )
-    assert isinstance(fold, FoldChanged)
-    assert (fold.number, fold.reason) == (0, None)
-    assert command == CommandReceived(t=1.0, op="pause")
-    assert ended == RunEnded(t=1.0, status="completed", seconds=1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,16 +14,15 @@ from typing import Any
 import functions
 import pytest
 from kernels import SECONDS, finish, ranks_up, script, until
+from records import first_of, owner_pid
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
-from nbtoolkit.run.fingerprint import fingerprint
-from nbtoolkit.run.paths import RunPaths, write_json
-from nbtoolkit.run.resume import (
-    choose_run,
-    new_run,
-)
+from nbtoolkit.run.events import RECORD, EventReader, NoteAdded, RunStarted
+from nbtoolkit.run.identity import Identity
+from nbtoolkit.run.paths import RunPaths, runs_in
+from nbtoolkit.run.resume import choose_run, new_run, roll_back, write_first_event, write_header
 
 
 @pytest.fixture
@@ -40,32 +40,29 @@ def cut_off(train: Any, config: nb.Config, processes: int = 2) -> RunPaths:
     """A run that saved a checkpoint before its supervisor was killed."""
     handle = begin(train, config, processes)
     ranks_up(handle.paths.folder, processes)
-    os.kill(json.loads(handle.paths.owner.read_text())["pid"], signal.SIGKILL)
+    os.kill(owner_pid(handle.paths.folder), signal.SIGKILL)
     with pytest.raises(LaunchError, match="died"):
         handle.result(timeout=SECONDS)
     return handle.paths
 
 
-# --- a run of version 0.1 ---
+# --- a run of an earlier build ---
 
 
-def made_by_the_first_version(folder: Path) -> None:
-    about = json.loads((folder / "versions.json").read_text())
-    about["versions"]["nbtoolkit"] = "0.1.0"
-    (folder / "versions.json").write_text(json.dumps(about))
-    settings = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(settings.replace("num_workers:", "workers:"))
+def made_by_an_earlier_build(folder: Path) -> None:
+    events = folder / "events.jsonl"
+    events.write_text(events.read_text().replace(f'"record": {RECORD}', '"record": 0'))
 
 
 REFUSED = (
-    r"was made by nbtoolkit 0\.1\.0; version 0\.2.* cannot resume it\n"
+    r"an earlier build of nbtoolkit made .*; this one cannot resume it\n"
     r".*nb\.attach and nb\.report show it, nb\.load_model.*\n.*resume='never'"
 )
 
 
-def test_a_run_of_the_first_version_is_shown_and_not_resumed(config: nb.Config) -> None:
+def test_a_run_of_an_earlier_build_is_shown_and_not_resumed(config: nb.Config) -> None:
     first = nb.launch(functions.reports, config, start="inline", display="off")
-    made_by_the_first_version(first.paths.folder)
+    made_by_an_earlier_build(first.paths.folder)
     again = nb.attach(first.paths.folder, display="off").result()
     assert (again.status, again.metrics) == (first.status, first.metrics)
     with pytest.raises(ResumeError, match=REFUSED):
@@ -74,10 +71,87 @@ def test_a_run_of_the_first_version_is_shown_and_not_resumed(config: nb.Config) 
     assert new.paths.folder != first.paths.folder
 
 
-def test_folds_of_the_first_version_are_not_resumed(config: nb.Config) -> None:
+def warnings(paths: RunPaths) -> list[str]:
+    events = EventReader(paths.events).read()
+    return [event.text for event in events if isinstance(event, NoteAdded)]
+
+
+def saves_and_fails(factor: float) -> Any:
+    def train(config: nb.Config, ctx: nb.RunContext) -> None:
+        ctx.save({"factor": factor})
+        raise RuntimeError("after the checkpoint")
+
+    return train
+
+
+def left_by(train: Any, config: nb.Config) -> RunPaths:
+    """A run that has failed after its checkpoint."""
+    with pytest.raises(RuntimeError, match="after the checkpoint"):
+        nb.launch(train, config, start="inline", display="off")
+    return max(runs_in(config.runtime.output_dir), key=lambda paths: paths.run_id)
+
+
+def test_a_run_of_other_code_is_named_with_the_functions_that_differ(config: nb.Config) -> None:
+    first = left_by(saves_and_fails(1.0), config)
+    assert left_by(saves_and_fails(1.0), config) == first
+    time.sleep(1.0)  # a run's id has whole seconds
+    second = left_by(saves_and_fails(2.0), config)
+    assert second != first
+    [warning] = warnings(second)
+    assert warning.startswith(
+        f"starts anew, because the code differs from that of the unfinished run {first.run_id}: "
+        "saves_and_fails.<locals>.train; "
+    )
+
+
+@pytest.mark.parametrize("damage", ["empty", "missing", "cut", "fifo", "folder"])
+def test_a_run_with_checkpoints_and_a_damaged_record_is_named(
+    config: nb.Config, damage: str
+) -> None:
+    first = left_by(saves_and_fails(1.0), config)
+    first.events.unlink()
+    if damage in ("empty", "cut"):
+        first.events.write_text({"empty": "", "cut": '{"type": "run", "t": 1.0, "run_'}[damage])
+    elif damage == "fifo":
+        os.mkfifo(first.events)
+    elif damage == "folder":
+        first.events.mkdir()
+    time.sleep(1.0)
+    second = left_by(saves_and_fails(1.0), config)
+    assert second != first
+    assert warnings(second) == [
+        f"not resumed, because the record is damaged: {first.run_id}; nb.load_model reads the "
+        "checkpoints"
+    ]
+
+
+def test_the_lines_before_a_new_attempt_may_be_cut(config: nb.Config) -> None:
+    first = left_by(saves_and_fails(1.0), config)
+    with first.events.open("a") as events:
+        events.write('{"type": "report", "t": 1.0, "val')
+    assert left_by(saves_and_fails(1.0), config) == first
+    assert first_of(first.folder).attempt == 2
+
+
+def test_a_launch_that_does_not_start_leaves_the_attempt_before(config: nb.Config) -> None:
+    first = left_by(saves_and_fails(1.0), config)
+    before = first.events.read_bytes()
+    with choose_run(config, saves_and_fails(1.0), None, "auto") as run:
+        assert run.paths == first
+        host, hardware = nb.detect_host(), nb.detect_hardware()
+        plan = nb.make_plan(config, host, hardware)
+        write_header(run, config, plan, host, saves_and_fails(1.0))
+        assert first_of(first.folder).attempt == 2
+        roll_back(run)
+    assert first.events.read_bytes() == before
+    with pytest.raises(RuntimeError, match="after the checkpoint"):
+        nb.attach(first.folder, display="off").result()
+
+
+def test_folds_of_an_earlier_build_are_not_resumed(config: nb.Config) -> None:
     folds = nb.make_folds([0, 1] * 4, k=2)
     first = nb.cross_validate(functions.reports, config, folds, display="off")
-    made_by_the_first_version(first.paths.folder)
+    made_by_an_earlier_build(first.paths.folder)
     with pytest.raises(ResumeError, match=REFUSED):
         nb.cross_validate(
             functions.reports, config, folds, display="off", resume=first.paths.folder
@@ -90,7 +164,7 @@ def test_folds_of_the_first_version_are_not_resumed(config: nb.Config) -> None:
 @pytest.mark.parametrize(("kind", "name"), [("sweep", "sweep"), ("cv", "cross-validation")])
 def test_a_search_is_no_run_to_resume(config: nb.Config, kind: str, name: str) -> None:
     with new_run(config.runtime.output_dir, "train") as run:
-        write_json(run.paths.versions, {"kind": kind, "attempt": 1})
+        write_first_event(run.paths, config, RunStarted(record=RECORD, search=kind))
         with pytest.raises(ResumeError, match=f"is a {name}, not a run\n"):
             choose_run(config, functions.ranks, None, run.paths.folder)
 
@@ -150,7 +224,7 @@ def test_a_step_that_grows_with_the_ranks_keeps_their_number(config: nb.Config) 
 )
 def test_what_makes_another_run(config: nb.Config, settings: dict[str, Any], same: bool) -> None:
     other = config.with_overrides(settings)
-    prints = [fingerprint(each.to_dict(), functions.reports) for each in (config, other)]
+    prints = [Identity.of(each.to_dict(), functions.reports) for each in (config, other)]
     assert (prints[0] == prints[1]) is same
 
 

@@ -13,6 +13,8 @@ from searches import Fake, algorithm, drive
 from torch import nn
 
 import nbtoolkit as nb
+from nbtoolkit.run.attempts import newest_plan
+from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.search.algorithm import JobResult, SearchJob
 from nbtoolkit.search.trial_limits import MemoryLimits
 from nbtoolkit.study.samplers import OUT_OF_MEMORY
@@ -225,7 +227,7 @@ def test_a_trial_takes_as_many_accumulation_steps_as_it_needs(tmp_path: Path) ->
     result = nb.sweep(fitted, config, {**GRID, "space": space}, display="off")
     assert list(result.trials["state"]) == ["complete", "complete", "infeasible"]
     assert "one sample per forward pass ran out of memory" in result.trials["reason"][2]
-    plans = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*/trials/*/plan.json"))]
+    plans = [newest_plan(RunPaths(trial)) for trial in sorted(tmp_path.glob("*/trials/*"))]
     assert [plan["accumulate"] for plan in plans] == [1, 8, 32]
     losses = result.trials["value"]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)

@@ -8,8 +8,10 @@ import pytest
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
-from nbtoolkit.run.paths import RunPaths, write_json
-from nbtoolkit.search.submit import complete, unfinished
+from nbtoolkit.run.events import RECORD, EventLog, RunEnded, RunStarted
+from nbtoolkit.run.identity import Identity
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.search.submit import WantedSearch, complete, unfinished
 from nbtoolkit.worker.context import RunContext
 
 SPACE = {
@@ -96,14 +98,16 @@ def test_a_sweep_that_only_time_has_limited_is_complete_unless_there_is_more_tim
 def check_complete(
     before: dict[str, float | None], asked: dict[str, float], done: bool, folder: Path
 ) -> None:
-    same = {"kind": "sweep", "fingerprint": "f"}
-    paths = RunPaths.create(folder, "sweep")
-    write_json(paths.versions, {**same, **before})
-    write_json(paths.result, {"status": "completed"})
-    identity = {**same, "total": None, "timeout": None, **asked}
-    found = complete(folder, identity)
+    identity = Identity("m.train", "{}", {"train": "f"})
+    log = EventLog(RunPaths.create(folder, "sweep").events)
+    log.write(RunStarted(record=RECORD, search="sweep", identity=identity.hash, **before))
+    log.write(RunEnded(status="completed"))
+    log.close()
+    limits = {"total": None, "timeout": None, **asked}
+    wanted = WantedSearch(kind="sweep", identity=identity, **limits)
+    found = complete(folder, wanted)
     assert (found is not None) == done
-    assert len(list(unfinished(folder, identity))) == (not done)
+    assert len(list(unfinished(folder, wanted))) == (not done)
 
 
 def test_a_report_has_the_curves_and_the_throughput_of_the_folds(config: Config) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from kernels import Script, alive, all_gone, descendants, script, until
+from records import owner_pid
 from sweeps import begun, finished, sweep_folder
 
 KILLS = 10
@@ -46,7 +47,7 @@ def lr(trials: int) -> list[float]:
 
 def strike(kernel: Script, folder: Path, victim: str) -> None:
     """Kill, and where the session ends by it, wait until nothing of it is left."""
-    supervisor = json.loads((folder / "owner.json").read_text())["pid"]
+    supervisor = owner_pid(folder)
     family = descendants(kernel.pid)
     if victim == "worker":
         workers = [pid for pid in family if alive(pid) and is_worker(pid, folder)]

@@ -13,6 +13,7 @@ import functions
 import pytest
 from kernels import all_gone, descendants, script, until
 from mounts import in_own_mounts
+from records import owner_pid
 from sweeps import begun, finished, sweep_folder
 
 import nbtoolkit as nb
@@ -120,7 +121,7 @@ def test_a_session_that_dies_is_gone_on_with(home: Path, victim: str) -> None:
         folder = sweep_folder(home)
         until(lambda: len(finished(folder)) == 2 < begun(folder), "two trials, and one that runs")
         family = descendants(kernel.pid)
-        scheduler = json.loads((folder / "owner.json").read_text())["pid"]
+        scheduler = owner_pid(folder)
         (server,) = [pid for pid in family if scheduler in descendants(pid)]
         os.kill({"kernel": kernel.pid, "scheduler": scheduler, "forkserver": server}[victim], 9)
         out, err = kernel.end()

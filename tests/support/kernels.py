@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -16,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty
 from typing import Any
+
+from records import owned_runs, owner_pid
 
 from nbtoolkit.launcher.failures import without_launcher
 from nbtoolkit.worker.main import STACKS_SIGNAL
@@ -59,9 +60,9 @@ def all_gone(pids: set[int], seconds: float = SECONDS) -> None:
 
 def run_folder(output_dir: Path) -> Path:
     """The one run in a folder, once it has a supervisor."""
-    found = until(lambda: list(output_dir.glob("*/owner.json")), "the run's supervisor")
+    found = until(lambda: owned_runs(output_dir), "the run's supervisor")
     assert len(found) == 1
-    return Path(found[0]).parent
+    return Path(found[0])
 
 
 def ranks_up(folder: Path, count: int = 2) -> set[int]:
@@ -116,7 +117,7 @@ def _all_that_is_known(handle: Any) -> str:
     time.sleep(0.5)
     files = [*handle.paths.folder.glob("ranks/*.txt"), *handle.paths.folder.glob("ranks/*/*.txt")]
     logs = [f"--- {file}\n{without_launcher(file.read_text())[-3000:]}" for file in files]
-    supervisor = json.loads(handle.paths.owner.read_text())["pid"]
+    supervisor = owner_pid(handle.paths.folder)
     family = {supervisor, *ranks, *descendants(os.getpid())}
     waits = [f"{pid} in {_read(pid, 'wchan')}: {_read(pid, 'stat')[:60]}" for pid in sorted(family)]
     return "\n".join([*map(str, events), *waits, *logs])

@@ -39,13 +39,11 @@ SPACE = {
 }
 
 
-def folder(
-    parent: Path, name: str, events: Iterable[Event], *, kind: str = "run", **files: object
-) -> RunPaths:
-    """Write a folder with its events; ``files``: more JSON files by name."""
+def folder(parent: Path, name: str, events: Iterable[Event], **files: object) -> RunPaths:
+    """Write a folder with its events; ``files``: JSON files by name."""
     paths = RunPaths(parent / name)
     paths.folder.mkdir(parents=True)
-    for file, content in {"versions": {"kind": kind}, **files}.items():
+    for file, content in files.items():
         (paths.folder / f"{file}.json").write_text(json.dumps(content))
     log = EventLog(paths.events)
     for event in events:
@@ -108,7 +106,7 @@ def sweep(
     if status is not None:
         seconds = max(free) - NOON
         events.append(RunEnded(t=NOON + seconds, status=status, seconds=seconds))
-    paths = folder(parent, name, events, kind="sweep", plan=PLAN)
+    paths = folder(parent, name, events)
     study = {"name": "friedman", "metric": "val_rmse", "direction": direction}
     source = {"study": study, "budget": {"n_trials": planned}, "space": SPACE}
     config = load_sweep_config(source, Config())
@@ -183,6 +181,7 @@ def run(
     epochs: int = 12,
     status: str | None = None,
     error: str | None = None,
+    traceback: str = "",
     name: str = "20260101T000000-train-1a2b",
 ) -> RunPaths:
     """Write a run that has reported some of its epochs, one every three seconds."""
@@ -201,8 +200,12 @@ def run(
         use = {"rank": 0, "cpu": 0.8 + 0.02 * step, "memory": 0.4e9}
         events.append(DevicesSampled(t=at, readings=[use, _gpu(step)]))
     if status is not None:
-        events.append(RunEnded(t=at + 1, status=status, seconds=at + 1 - NOON, error=error))
-    return folder(parent, name, events, plan=PLAN)
+        events.append(
+            RunEnded(
+                t=at + 1, status=status, seconds=at + 1 - NOON, error=error, traceback=traceback
+            )
+        )
+    return folder(parent, name, events)
 
 
 def _gpu(step: int) -> dict[str, float | str]:
@@ -224,7 +227,7 @@ def cross_validation(
             metrics = {"val_rmse": 0.36 + 0.01 * fold, "val_r2": 0.8 - 0.01 * fold}
             ended = {"state": "complete", "metrics": metrics, "seconds": 12.0}
             events.append(FoldChanged(t=begin + 12, fold=fold, **ended))  # type: ignore[arg-type]
-    paths = folder(parent, name, events, kind="cv", folds={"k": folds, "repeats": 1}, plan=PLAN)
+    paths = folder(parent, name, events, folds={"k": folds, "repeats": 1})
     for fold in range(min(done + 1, folds)):
         steps = 6 if fold < done else 3
         reports = [

@@ -28,17 +28,17 @@ def write_run(
     name: str,
     *,
     events: Iterable[dict[str, Any]] = (),
+    kind: str = "run",
+    ended: dict[str, Any] | None = None,
     returned: Any = None,
-    **files: Any,
 ) -> RunPaths:
-    """A run's folder; ``files`` are its JSON files: ``about`` (versions), ``plan``, ``result``."""
+    """A run's folder; ``kind``: what its first event says it is; ``ended``: the last event."""
     paths = RunPaths(parent / name)
     paths.folder.mkdir(parents=True)
-    files = {"about": {}, "plan": PLAN, **files}
-    names = {"about": "versions"}
-    for key, value in files.items():
-        (paths.folder / f"{names.get(key, key)}.json").write_text(json.dumps(value))
-    lines = (json.dumps({"t": NOON, **event}) + "\n" for event in events)
+    first = {"plan": PLAN} if kind == "run" else {"plan": PLAN, "search": kind}
+    last = [] if ended is None else [{"type": "ended", **ended}]
+    written = [{**first, **event} if event["type"] == "run" else event for event in events]
+    lines = (json.dumps({"t": NOON, **event}) + "\n" for event in [*written, *last])
     paths.events.write_text("".join(lines))
     if returned is not None:
         paths.value(0).parent.mkdir()
@@ -65,7 +65,7 @@ def sweep(
 ) -> RunPaths:
     """A sweep's folder, as its scheduler leaves it."""
     events = [{"type": "run", "t": NOON}, *events]
-    paths = write_run(folder, "sweep-0001", about={"kind": "sweep"}, events=events)
+    paths = write_run(folder, "sweep-0001", kind="sweep", events=events)
     (paths.folder / "sweep.yaml").write_text(SWEEP_CONFIG.format(metric=metric, count=count))
     return paths
 

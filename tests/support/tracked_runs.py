@@ -16,7 +16,7 @@ from nbtoolkit.run.events import (
     RunEnded,
     RunStarted,
 )
-from nbtoolkit.run.paths import RunPaths, write_json
+from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.tracking.database import database_uri
 from nbtoolkit.tracking.follower import Follower
 
@@ -67,7 +67,6 @@ class Run:
             self.paths.log(rank).parent.mkdir(parents=True, exist_ok=True)
             self.paths.log(rank).write_text(f"hello from rank {rank}\n")
         self.paths.config.write_text("seed: 0\n")
-        write_json(self.paths.result, {"status": status})
         self.log.write(RunEnded(status=status, seconds=1.0, error=error))
         self.release()
 

@@ -210,7 +210,7 @@ def test_metrics_keep_step_and_time_of_their_event_and_artifacts_lie_beside(outp
     assert sorted((m.step, m.timestamp, m.value) for m in history) == expected
     folder = outputs / "mlartifacts" / run_id / "artifacts"
     names = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-    assert names == {"config.yaml", "result.json", "ranks/0/log.txt", "ranks/1/log.txt"}
+    assert names == {"config.yaml", "ranks/0/log.txt", "ranks/1/log.txt"}
     assert not (outputs / "mlruns").exists()
 
 

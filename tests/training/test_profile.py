@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import load_config
-from nbtoolkit.run.fingerprint import fingerprint
+from nbtoolkit.run.identity import Identity
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.training.step_time import split_steps
 
@@ -78,7 +78,7 @@ def test_a_profile_changes_no_result_and_leaves_a_trace_and_a_table(tmp_path: Pa
     assert re.search(r"operator +calls a step +CPU ms a step +share\n", printed)
     assert re.search(r"^aten::\w+ +\d", printed, re.MULTILINE)
     one, other = load_config(overrides={"train.profile": True}), load_config()
-    assert fingerprint(one.to_dict(), train) == fingerprint(other.to_dict(), train)
+    assert Identity.of(one.to_dict(), train) == Identity.of(other.to_dict(), train)
 
 
 def test_each_of_two_ranks_leaves_a_trace_and_rank_0_prints(tmp_path: Path) -> None:

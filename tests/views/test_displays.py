@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -43,7 +42,6 @@ from nbtoolkit.views.text import summary_line
 def state(tmp_path: Path) -> Iterator[State]:
     """Of a folder whose lock is held."""
     paths = RunPaths(tmp_path)
-    paths.versions.write_text("{}")
     with paths.lock.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield State(paths)
@@ -58,7 +56,6 @@ def diary(tmp_path: Path) -> Iterator[EventLog]:
 
 def ends(diary: EventLog, state: State, **fields: Any) -> None:
     """Write the last event, as the supervisor does."""
-    state.paths.result.write_text(json.dumps(fields))
     diary.write(RunEnded(**fields))
 
 
@@ -87,7 +84,7 @@ def test_a_folder_that_cannot_be_read_is_neither_live_nor_over(
     state.paths.events.mkdir()
     assert state.refresh()
     assert (state.status, state.live, state.over) == ("unreadable", False, False)
-    assert "Is a directory" in page_html(state)
+    assert "it is not a regular file" in page_html(state)
     assert ": unreadable, " in summary_line(state)
     state.paths.events.rmdir()
     aside.rename(state.paths.events)

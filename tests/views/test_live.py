@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import pty
 import re
@@ -23,6 +22,7 @@ import papermill
 import pytest
 from demo import IPC
 from kernels import SECONDS, START, Notebook, run_folder, shared_notebook, until
+from records import owner_pid
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, MissingExtra
@@ -211,7 +211,7 @@ def test_a_run_that_is_killed_or_whose_folder_goes_is_said_to_be(
     kernel.run(f"handle = {launch}, wait=False)").ok()
     kernel.hear(view, "the widget")
     folder = run_folder(tmp_path / "out")
-    os.kill(json.loads((folder / "owner.json").read_text())["pid"], signal.SIGKILL)
+    os.kill(owner_pid(folder), signal.SIGKILL)
     kernel.hear(static("its process died"), "the end")
     assert kernel.run("handle.result()").error == "LaunchError"
     shutil.rmtree(folder)

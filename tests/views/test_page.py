@@ -44,7 +44,7 @@ def trial(number: int, state: str = "complete", value: float | None = None, **mo
 
 def small_sweep(parent: Path, *events: object, metrics: str = "score", way: str = "maximize"):  # type: ignore[no-untyped-def]
     """A sweep of a few hand-written trials."""
-    paths = folder(parent, "sweep-0001", [started(search="sweep"), *events], kind="sweep")  # type: ignore[list-item]
+    paths = folder(parent, "sweep-0001", [started(search="sweep"), *events])  # type: ignore[list-item]
     (paths.folder / "sweep.yaml").write_text(
         f"study: {{metric: {metrics}, direction: {way}, pruner: none}}\nbudget: {{n_trials: 10}}\n"
         "space: {optim.lr: {type: float, low: 0.001, high: 1.0, log: true}}\n"
@@ -260,8 +260,8 @@ def test_failed_trials_are_said_below_the_strip(tmp_path: Path) -> None:
 
 
 def test_a_failed_run_shows_the_end_of_its_traceback(tmp_path: Path) -> None:
-    paths = run(tmp_path, status="failed", error="ValueError: <no>")
-    paths.error.write_text('{"traceback": "Traceback:\\n  line 7 of train.py\\nValueError: <no>"}')
+    trace = "Traceback:\n  line 7 of train.py\nValueError: <no>"
+    paths = run(tmp_path, status="failed", error="ValueError: <no>", traceback=trace)
     page = page_html(read_state(paths.folder))
     assert "ValueError: &lt;no&gt;" in page
     assert "line 7 of train.py" in texts(page)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -50,10 +49,9 @@ def _ready(parent: Path) -> RunPaths:
 
 
 def _failed(parent: Path) -> RunPaths:
-    paths = run(parent, reported=2, status="failed", error="RuntimeError: shapes 3 and 4 differ")
     trace = 'Traceback:\n  File "train.py", line 31, in train\nRuntimeError: shapes 3 and 4 differ'
-    paths.error.write_text(json.dumps({"traceback": trace}))
-    return paths
+    error = "RuntimeError: shapes 3 and 4 differ"
+    return run(parent, reported=2, status="failed", error=error, traceback=trace)
 
 
 def _idle_gpu(parent: Path) -> RunPaths:

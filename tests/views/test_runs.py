@@ -27,10 +27,11 @@ from nbtoolkit.views.runs import (
 
 
 def ended_run(parent: Path, name: str, result: dict[str, Any], minutes: float = 0.0) -> RunPaths:
-    kind = {"kind": result["kind"]} if "kind" in result else {}
-    paths = write_run(parent, name, about=kind, events=[{"type": "run"}], result=result)
+    kind = result.get("kind", "run")
+    ended = {name: value for name, value in result.items() if name != "kind"}
+    paths = write_run(parent, name, kind=kind, events=[{"type": "run"}], ended=ended)
     at = time.time() - 60 * minutes
-    os.utime(paths.result, (at, at))
+    os.utime(paths.events, (at, at))
     return paths
 
 
@@ -52,10 +53,8 @@ def test_runs_that_ended_are_listed_by_their_results(tmp_path: Path) -> None:
     ended_run(tmp_path, "20260101T000003-friedman-843e", friedman, minutes=12)
     ended_run(tmp_path, "20260101T000002-folds-0000", folds, minutes=180)
     ended_run(tmp_path, "20260101T000001-train-1234", single)
-    failed = write_run(
-        tmp_path, "20260101T000000-bad-1234", error={"type": "builtins.E", "text": EVIL}
-    )
-    assert failed.error.exists()
+    failure = {"status": "failed", "error": f"builtins.E: {EVIL}"}
+    ended_run(tmp_path, "20260101T000000-bad-1234", failure)
     assert texts(tmp_path) == [
         "friedman-843e · completed · 20 trials · best 0.3602 · 12 min ago",
         "folds-0000 · stopped · 3/5 folds · f1 0.9123 · 3 h ago",
@@ -87,14 +86,13 @@ def test_the_newest_is_what_runs_else_the_last(tmp_path: Path) -> None:
 
 def test_damaged_files_make_an_entry_and_no_error(tmp_path: Path) -> None:
     broken = write_run(tmp_path, "a", events=[{"type": "run"}])
-    broken.result.write_text("{")
     broken.events.write_text("{\n[]\n")
     odd = {"kind": "sweep", "status": "completed", "summary": {"counts": [], "best_value": "x"}}
     ended_run(tmp_path, "b", odd)
     ended_run(tmp_path, "c", {"status": 7, "metrics": [1], "summary": {"scores": {"f1": None}}})
     empty = tmp_path / "d"
     empty.mkdir()
-    (empty / "versions.json").write_text("[]")
+    (empty / "events.jsonl").write_text("[]")
     assert len(list_runs(tmp_path)) == 4
 
 
@@ -103,7 +101,9 @@ def test_the_list_ends_and_shows_a_result_that_changed(tmp_path: Path) -> None:
         name = f"2026010{number + 1}T000000-a-0000"
         paths = ended_run(tmp_path, name, {"status": "completed", "metrics": {"f1": number}})
     assert [entry.text.split(" · ")[2] for entry in list_runs(tmp_path, most=2)] == ["f1 4", "f1 3"]
-    paths.result.write_text(json.dumps({"status": "stopped", "metrics": {"f1": 9}}))
+    with paths.events.open("a") as events:
+        ended = {"t": time.time(), "type": "ended", "status": "stopped", "metrics": {"f1": 9}}
+        events.write(json.dumps(ended) + "\n")
     assert texts(tmp_path)[0] == "a-0000 · stopped · f1 9 · just now"
 
 

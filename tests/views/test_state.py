@@ -348,7 +348,7 @@ def test_folds_have_states_scores_and_curves_that_grow(tmp_path: Path) -> None:
     done = {"type": "fold", "fold": 0, "state": "complete", "metrics": {"f1": 0.5}, "seconds": 2.0}
     events = [{"type": "run"}, {**running, "fold": 0}, {**done, "t": NOON + 2}]
     events.append({**running, "fold": 1, "t": NOON + 2})
-    paths = write_run(tmp_path, "cv", about={"kind": "cv"}, events=events)
+    paths = write_run(tmp_path, "cv", kind="cv", events=events)
     (paths.folder / "folds.json").write_text(json.dumps({"k": 3, "repeats": 1}))
     write_run(paths.folder / "folds", "0", events=trained({"f1": [0.1, 0.5]}))
     fold = write_run(paths.folder / "folds", "1", events=trained({"f1": [0.2]}))

@@ -66,7 +66,7 @@ def several_objectives(parent: Path) -> RunPaths:
         events.append(
             TrialChanged(number=number, state="complete", values=values, params=params, seconds=1.0)  # type: ignore[arg-type]
         )
-    paths = folder(parent, "sweep-0002", events, kind="sweep")
+    paths = folder(parent, "sweep-0002", events)
     (paths.folder / "sweep.yaml").write_text(
         "study: {metric: [f1, ms], direction: [maximize, minimize]}\nbudget: {n_trials: 3}\n"
         "space: {optim.lr: {type: float, low: 0.001, high: 1.0, log: true}}\n"

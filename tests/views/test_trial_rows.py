@@ -54,7 +54,7 @@ def mixed(parent: Path, way: str = "maximize") -> State:
         IntermediateReported(t=NOON + 3, number=5, step=2, value=sign * 0.2),
         trial(5, "pruned", reason="stopped by hand"),
     ]
-    paths = folder(parent, "sweep-0001", events, kind="sweep")
+    paths = folder(parent, "sweep-0001", events)
     study = f"{{metric: score, direction: {way}, pruner: none}}"
     (paths.folder / "sweep.yaml").write_text(f"study: {study}\nspace: {{optim.lr: [1, 2]}}\n")
     with hold_lock(paths):

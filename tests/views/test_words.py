@@ -129,5 +129,5 @@ def test_a_log_and_names_are_shown_as_text(tmp_path: Path) -> None:
     write_log(paths, EVIL)
     assert_harmless(log_card(read_state(paths.folder), ""))
     wild = TrialChanged(t=NOON, number=0, state="complete", value=1.0, params={"a\nb": "\x1b[0m"})
-    paths = folder(tmp_path, "s", [started(search="sweep"), wild], kind="sweep")
+    paths = folder(tmp_path, "s", [started(search="sweep"), wild])
     assert "\x1b" not in page_text(read_state(paths.folder))

@@ -1,4 +1,4 @@
-"""Hash the settings and the code that decide the result of a run: its fingerprint."""
+"""Hash the settings and the code that decide the result of a run: its identity."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from nbtoolkit.config.schema import flat_settings
@@ -19,7 +20,7 @@ from nbtoolkit.environment.installed import installed_roots
 from nbtoolkit.run.payload import closure_values, global_names
 
 # Settings that do not change what a run computes (up to the order of sums), and so are not part of
-# its fingerprint. The number of ranks is among them, since the batch of a step is global.
+# its identity. The number of ranks is among them, since the batch of a step is global.
 _NOT_IDENTITY = (
     "task",
     "tracking.",
@@ -45,29 +46,36 @@ _OF_EVERY_CLASS = ("__firstlineno__", "__module__", "__doc__", "__qualname__")
 _STEP_SIZE = ("distributed.world_size", "train.gradient_accumulation_steps")
 
 
-def function_source(function: Callable[..., Any]) -> str:
-    """A function as text: its code, the plain values bound to it, and the code that it calls.
+def code_of(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the hash of each of the user's functions that decide what a function does, by name.
 
-    Bound values are the arguments of a partial, defaults, closure variables and the attributes of
-    an object. Of the code that it calls, the functions and classes count that it names (and those
-    that they name), if they are defined in a notebook, a script or a module that is not installed.
+    These are its own code, the plain values bound to it, and the code that it calls. Bound values
+    are the arguments of a partial, defaults, closure variables and the attributes of an object. Of
+    the code that it calls, the functions and classes count that it names (and those that they
+    name), if they are defined in a notebook, a script or a module that is not installed.
     """
-    texts: list[str] = []
+    texts: dict[str, list[str]] = {}
     seen: set[int] = set()
     todo: list[object] = [function]
     while todo:
-        one = todo.pop(0)
-        if id(one) not in seen:
-            seen.add(id(one))
-            texts.append(_own_text(one))
+        named = todo.pop(0)
+        if id(named) not in seen:
+            seen.add(id(named))
+            texts.setdefault(_name_of(named), []).append(_text(named))
             # What a partial calls counts wherever it is defined: nothing else says what runs.
-            if isinstance(one, functools.partial):
-                todo.append(one.func)
-            todo += [named for named in _named_by(one) if _is_users(named)]
-    return " ".join(texts)
+            if isinstance(named, functools.partial):
+                todo.append(named.func)
+            todo += [other for other in _named_by(named) if _is_users(other)]
+    return {name: _hash(" ".join(of_name)) for name, of_name in texts.items()}
 
 
-def _own_text(function: object) -> str:
+def _name_of(function: object) -> str:
+    if isinstance(function, functools.partial):
+        return "the arguments of a partial"
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _text(function: object) -> str:
     if isinstance(function, functools.partial):
         bound = f"{function.args!r} {sorted(function.keywords.items())!r}"
         return re.sub(r" at 0x[0-9a-f]+", "", bound)  # another one in each session
@@ -130,32 +138,49 @@ def _is_users(value: object) -> bool:
     return file != "" and not ours and not file.startswith((_STANDARD_LIBRARY, *installed_roots()))
 
 
-def fingerprint(config: Mapping[str, object], function: Callable[..., Any]) -> str:
-    """Hash what decides the result of a run, to 16 hex digits.
+@dataclass(frozen=True)
+class Identity:
+    """What decides the result of a run.
 
-    Args:
-        config: the resolved configuration as plain Python; output and tracking keys do not count.
-        function: the training function; its code counts (:func:`function_source`), the name of its
-            module does not.
+    Attributes:
+        function: the name of the training function, with its module.
+        settings: the settings that decide, as text; output and tracking settings do not.
+        code: the hashes of the user's functions, as :func:`code_of` returns them.
     """
-    return _hash(f"{_settings_text(config)}\n{function_source(function)}")
+
+    function: str
+    settings: str
+    code: dict[str, str]
+
+    @classmethod
+    def of(cls, settings: Mapping[str, object], train: Callable[..., Any]) -> Identity:
+        """Return the identity of a run of ``train`` with the resolved configuration, as a dict."""
+        flat = flat_settings(settings)
+        kept = {key: value for key, value in flat.items() if decides_result(key, settings)}
+        text = json.dumps(kept, sort_keys=True, default=str)
+        return cls(function_name(train), text, code_of(train))
+
+    @property
+    def hash(self) -> str:
+        """The hash of settings and code, 16 hex digits."""
+        return self.hash_with(self.code)
+
+    def hash_with(self, code: Mapping[str, str]) -> str:
+        """Return the hash that these settings have with other code."""
+        return _hash(f"{self.settings}\n{json.dumps(code, sort_keys=True)}")
 
 
-def settings_hash(config: Mapping[str, object]) -> str:
-    """Hash the settings that decide the result of a run, to 16 hex digits."""
-    return _hash(_settings_text(config))
+def changed_functions(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Return the names of the functions that differ, as text; empty if none does."""
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return ", ".join(names)
 
 
-def source_hash(train: Callable[..., Any]) -> str:
-    """Hash the function's code (:func:`function_source`), to 16 hex digits."""
-    return _hash(function_source(train))
-
-
-def code_hash(train: Callable[..., Any]) -> str:
-    """Hash the function's own source, without what is bound to it or what it calls."""
+def own_source(train: Callable[..., Any]) -> str:
+    """Return the function's own source, without what is bound to it or what it calls."""
     while isinstance(train, functools.partial):
         train = train.func
-    return _hash(_code_text(train if inspect.isroutine(train) else type(train)))
+    return _code_text(train if inspect.isroutine(train) else type(train))
 
 
 def function_name(train: Callable[..., Any]) -> str:
@@ -164,12 +189,6 @@ def function_name(train: Callable[..., Any]) -> str:
         train = train.func
     named = train if hasattr(train, "__qualname__") else type(train)
     return f"{train.__module__}.{named.__qualname__}"
-
-
-def _settings_text(config: Mapping[str, object]) -> str:
-    settings = flat_settings(config)
-    kept = {key: value for key, value in settings.items() if decides_result(key, config)}
-    return json.dumps(kept, sort_keys=True, default=str)
 
 
 def _hash(text: str) -> str:

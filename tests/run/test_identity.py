@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbtoolkit.run.fingerprint import fingerprint, function_name, settings_hash
+from nbtoolkit.run.identity import Identity, changed_functions, code_of, function_name
 
 CELLS = """
 import functools, json
@@ -72,7 +72,7 @@ def cells(*changes: tuple[str, str]) -> Callable[..., Any]:
     ],
 )
 def test_code_that_is_called_counts(change: tuple[str, str]) -> None:
-    assert fingerprint({}, cells(change)) != fingerprint({}, cells())
+    assert Identity.of({}, cells(change)) != Identity.of({}, cells())
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_code_that_is_called_counts(change: tuple[str, str]) -> None:
     ],
 )
 def test_other_code_does_not_count(change: tuple[str, str]) -> None:
-    assert fingerprint({}, cells(change)) == fingerprint({}, cells()) == fingerprint({}, cells())
+    assert Identity.of({}, cells(change)) == Identity.of({}, cells()) == Identity.of({}, cells())
 
 
 def make(called: object) -> Callable[..., Any]:
@@ -98,21 +98,21 @@ def make(called: object) -> Callable[..., Any]:
 
 def test_functions_in_closures_and_partials_count() -> None:
     one, other = cells(), cells(("x * 2", "x * 3"))
-    assert fingerprint({}, make(one)) == fingerprint({}, make(cells()))
-    assert fingerprint({}, make(one)) != fingerprint({}, make(other))
+    assert Identity.of({}, make(one)) == Identity.of({}, make(cells()))
+    assert Identity.of({}, make(one)) != Identity.of({}, make(other))
     partials = [functools.partial(make, called=train) for train in (one, cells(), other)]
-    hashes = [fingerprint({}, partial) for partial in partials]
+    hashes = [Identity.of({}, partial) for partial in partials]
     assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_the_installed_function_of_a_partial_counts() -> None:
     mean, median, again = (functools.partial(f, axis=0) for f in (np.mean, np.median, np.mean))
-    assert fingerprint({}, mean) == fingerprint({}, again) != fingerprint({}, median)
+    assert Identity.of({}, mean) == Identity.of({}, again) != Identity.of({}, median)
 
 
 def test_installed_packages_and_objects_do_not_count() -> None:
     for called in (np.mean, np.ndarray, threading.Thread, types.SimpleNamespace(), None):
-        assert fingerprint({}, make(called)) == fingerprint({}, make(threading.Lock()))
+        assert Identity.of({}, make(called)) == Identity.of({}, make(threading.Lock()))
 
 
 def test_names_of_functions_have_no_address() -> None:
@@ -124,6 +124,16 @@ def test_names_of_functions_have_no_address() -> None:
     assert function_name(cells()) == "__main__.train"
 
 
-def test_settings_have_a_hash_without_the_function() -> None:
-    assert settings_hash({"optim": {"lr": 0.1}}) == settings_hash({"optim": {"lr": 0.1}, "task": 1})
-    assert settings_hash({"optim": {"lr": 0.1}}) != settings_hash({"optim": {"lr": 0.2}})
+def test_the_functions_that_differ_are_named() -> None:
+    before, now = code_of(cells()), code_of(cells(("x * 2", "x * 3"), ("return 3", "return 4")))
+    assert changed_functions(before, now) == "Net.size, scaled"
+    assert changed_functions(before, before) == ""
+
+
+def test_the_hash_shows_whether_only_the_code_differs() -> None:
+    before = Identity.of({"optim": {"lr": 0.1}}, cells())
+    other_code = Identity.of({"optim": {"lr": 0.1}, "task": 1}, cells(("x * 2", "x * 3")))
+    other_settings = Identity.of({"optim": {"lr": 0.2}}, cells())
+    assert len({before.hash, other_code.hash, other_settings.hash}) == 3
+    assert other_code.hash_with(before.code) == before.hash
+    assert other_settings.hash_with(before.code) != before.hash
