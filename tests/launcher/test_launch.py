@@ -684,13 +684,12 @@ def test_changed_code_that_train_calls_resumes_by_name_only_and_says_so(
     with pytest.raises(RuntimeError, match="the first attempt fails"):
         quiet(defined(2), config, resume="auto", display="text")
     said = capsys.readouterr().out
-    assert f"differs from that of the unfinished run {folder.name}: defined.<locals>" in said
+    assert f"differs from that of the unfinished run {folder.name}: rate; " in said
     assert f"resume='{folder.name}' resumes it with the code as it is now" in said
     resumed = quiet(defined(3), config, resume=folder.name, display="text")
     assert resumed.value == [1, 3]
-    assert "warning: the code of __main__.train, or of what it calls, has changed since the" in (
-        capsys.readouterr().out
-    )
+    told = f"warning: the code has changed since the last attempt of {folder.name}: rate; "
+    assert told in capsys.readouterr().out
     again = config.with_overrides({"train.epochs": config.train.epochs + 1})
     assert quiet(defined(3), again, resume=folder.name, display="text").value == [2, 3]
     assert "has changed" not in capsys.readouterr().out
