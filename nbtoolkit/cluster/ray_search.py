@@ -93,6 +93,7 @@ class RaySearch:
         # Ray may write its objects to a disk, and a task does not use the study.
         self._shared = ray.put(replace(request, search=replace(request.search, storage=None)))
         module, _, function = request.search.algorithm.partition(":")
+        self._record.make_findable()
         try:
             _refuse_several_devices(request)
             algorithm = getattr(importlib.import_module(module), function)(request, self._record)

@@ -81,6 +81,7 @@ class InProcessRecorder(RecordChannel):
         super().__init__(RunRecord(run.paths, deadline=job.deadline))
         for level, text in request.notes:
             self.record.note(text, level)
+        self.record.make_findable()
         self._tracking = self._track(job.config)
 
     def send(self, message: Statement) -> None:

@@ -12,7 +12,7 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.variables import kernel_environment
 from nbtoolkit.errors import CannotPickle, ConfigError, LaunchError, PlanError
 from nbtoolkit.host import detect_host
-from nbtoolkit.run.paths import RunPaths, folder_error
+from nbtoolkit.run.paths import RunPaths, atomic_file, folder_error
 from nbtoolkit.run.payload import PackedFunction, load_function, pack_function, unpack
 from nbtoolkit.run.remote_job import (
     CALL_FILE,
@@ -107,12 +107,10 @@ def write_packed(function: Callable[..., Any], file: Path) -> None:
         OSError: the file cannot be written.
     """
     with pack_function(function, kernel_environment()) as payload:
-        file.parent.mkdir(exist_ok=True)
         size, done = os.fstat(payload).st_size, 0
-        with file.open("wb") as target:
+        with atomic_file(file) as target:
             while done < size:
                 done += os.sendfile(target.fileno(), payload, done, size - done)
-            os.fsync(target.fileno())
 
 
 def load_packed(file: Path) -> Callable[..., Any]:

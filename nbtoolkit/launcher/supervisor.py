@@ -103,6 +103,7 @@ class RunSupervisor:
         for level, text in self._request.notes:
             self.record.note(text, level)
         self._follow(self._start())
+        self.record.make_findable()
 
     def poll(self) -> bool:
         """Check everything once; return True when the run is over and its end is written."""

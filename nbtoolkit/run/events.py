@@ -329,6 +329,11 @@ class EventLog:
         with self._lock:
             os.write(self._fd, line)
 
+    def sync(self) -> None:
+        """Flush what was written to the disk."""
+        with self._lock:
+            os.fsync(self._fd)
+
     def close(self, *, durable: bool = True) -> None:
         """Close the file; ``durable``: flush it to disk first."""
         with self._lock:

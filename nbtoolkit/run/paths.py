@@ -128,7 +128,7 @@ class RunPaths:
         parent = Path(output_dir).expanduser().absolute()
         slug = re.sub(r"[^A-Za-z0-9_.]+", "_", name).strip("._")[:40] or "run"
         try:
-            parent.mkdir(parents=True, exist_ok=True)
+            make_folder(parent)
             while True:
                 stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
                 folder = parent / f"{stamp}-{slug}-{secrets.token_hex(2)}"
@@ -220,12 +220,13 @@ def atomic_file(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
 
     Args:
         path: the file; its parent folder is created if it is missing.
-        durable: fsync before the replace; False where a crash of the machine may lose it.
+        durable: a crash of the machine leaves the file whole once the block has ended; False where
+            it may lose it.
 
     Raises:
         OSError: disk full, not writable, ...
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, durable=durable)
     temporary = temporary_beside(path)
     try:
         with temporary.open("xb") as file:
@@ -233,9 +234,63 @@ def atomic_file(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
+        put_in_place(temporary, path, durable=durable)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def put_in_place(temporary: Path, target: Path, *, durable: bool = True) -> None:
+    """Rename a file or a folder, whose files are on the disk, to its name.
+
+    Args:
+        temporary: the file or folder, beside its name.
+        target: its name; no folder has it.
+        durable: flush it to the disk such that a crash of the machine leaves all of it or nothing.
+
+    Raises:
+        OSError: disk full, not writable, ...
+    """
+    if durable and temporary.is_dir():
+        for folder, _, _ in os.walk(temporary):
+            sync_folder(Path(folder))
+    os.replace(temporary, target)
+    if durable:
+        sync_folder(target.parent)
+
+
+def make_folder(folder: Path, *, durable: bool = True) -> None:
+    """Make a folder and the missing ones above it; does nothing if it exists.
+
+    Args:
+        folder: the folder.
+        durable: flush their names to the disk.
+
+    Raises:
+        OSError: a file has its name, not writable, ...
+    """
+    if folder.is_dir():
+        return
+    make_folder(folder.parent, durable=durable)
+    folder.mkdir(exist_ok=True)
+    if durable:
+        sync_folder(folder.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk.
+
+    Raises:
+        OSError: the folder is gone, the disk fails, ...
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        # File systems in user space, such as a mounted Google Drive, may not have it.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(fd)
 
 
 def write_whole(path: Path, data: bytes | str, *, durable: bool = True) -> None:

@@ -13,6 +13,7 @@ from nbtoolkit.run.events import (
     CheckpointSaved,
     Event,
     EventLog,
+    FoldChanged,
     MetricsLogged,
     MetricsReported,
     NoteAdded,
@@ -20,7 +21,7 @@ from nbtoolkit.run.events import (
     StopRequested,
 )
 from nbtoolkit.run.messages import StopRequest
-from nbtoolkit.run.paths import RunPaths, write_whole
+from nbtoolkit.run.paths import RunPaths, sync_folder, write_whole
 from nbtoolkit.run.rank_check import Weights, divergence_warning, report_warning
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class RunRecord:
     Args:
         paths: the run's folder.
         deadline: unix time at which the run must end; None: no limit.
-        durable: flush the end to disk before it is announced (5 to 20 ms); False where a crash of
-            the machine may lose it, because another process knows it too.
+        durable: flush the begin and the end to the disk (10 ms each); False where a crash of the
+            machine may lose them, because another process knows them too.
     """
 
     def __init__(self, paths: RunPaths, *, deadline: float | None, durable: bool = True) -> None:
@@ -48,6 +49,7 @@ class RunRecord:
         self._reported = self._warned_of_weights = self._warned_of_values = False
         self._stop_file = os.fspath(paths.stop)
         self._log = EventLog(paths.events)
+        self._findable = False
 
     def note(self, text: str, level: str = "info") -> None:
         """Write a sentence for the user."""
@@ -56,6 +58,24 @@ class RunRecord:
     def write(self, event: Event) -> None:
         """Write any other event."""
         self._log.write(event)
+        # To lose the end of a fold in a crash of the machine would be to train it again.
+        if isinstance(event, FoldChanged) and event.state == "complete":
+            self._log.sync()
+
+    def make_findable(self) -> None:
+        """Flush to the disk what the next launch finds the run by: its first event and its name.
+
+        It takes about 10 ms, and so comes when the ranks have been started.
+        """
+        if self._durable:
+            self._make_findable()
+
+    def _make_findable(self) -> None:
+        if not self._findable:
+            self._findable = True
+            self._log.sync()
+            sync_folder(self.paths.folder)
+            sync_folder(self.paths.folder.parent)
 
     def logged(self, values: dict[str, float], step: int | None) -> None:
         """Record metrics from ``ctx.log``."""
@@ -129,9 +149,11 @@ class RunRecord:
         return StopRequest(reason=reason, grace=request.get("grace"))
 
     def saved(self, path: str, step: int | None, kind: str) -> None:
-        """Record a checkpoint."""
+        """Record a checkpoint, which is on the disk."""
         self.checkpoint = path
+        self._make_findable()  # a trial's was not until now: most trials have no checkpoint
         self._log.write(CheckpointSaved(path=path, step=step, kind=kind))
+        self._log.sync()
 
     def complete(
         self, status: str, processes: int, *, summary: Mapping[str, Any] | None = None

@@ -411,6 +411,7 @@ def lock_run(paths: RunPaths) -> RunLock | None:
     for _ in range(_LOCK_TRIES_OF_JOB if own else _LOCK_TRIES):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(lock.fileno(), 0)  # the pid of the owner before
             return lock
         time.sleep(0.01)
     lock.release()

@@ -11,7 +11,7 @@ from nbtoolkit.launcher.failures import Failure, memory_ran_out
 from nbtoolkit.launcher.supervisor import JobListener, RunSupervisor
 from nbtoolkit.launcher.worker_group import Spawner
 from nbtoolkit.run.attempts import readable_first_event, readable_last_event
-from nbtoolkit.run.paths import RunPaths, write_whole
+from nbtoolkit.run.paths import RunPaths, make_folder, write_whole
 from nbtoolkit.run.payload import JobSpec, RunRequest
 from nbtoolkit.run.serialization import one_line, recorded_error
 from nbtoolkit.search.algorithm import Fault, JobResult, JobStatus, SearchJob, SearchRequest
@@ -60,8 +60,9 @@ class JobRunner(RunSupervisor):
         request = job_request(job, slot, search)
         config = request.job.config
         self._hang_timeout = config.runtime.hang_timeout
-        # durable=False: the study holds what matters of the job
-        super().__init__(request, spawner, listener=listener, durable=False)
+        # The study has what matters of a trial; a fold is as long as a run.
+        durable = job.fold is not None
+        super().__init__(request, spawner, listener=listener, durable=durable)
         self.record.write(request.header)
         self.begin()
         write_whole(self.paths.config, config.to_yaml(), durable=False)
@@ -111,7 +112,8 @@ def job_request(job: SearchJob, slot: Slot, request: SearchRequest) -> RunReques
     plan = make_plan(config, request.host, slot.hardware, evidence)
     if job.params:  # the calibration is that of the base configuration, not of this model
         plan = replace(plan, one_device_speed=None)
-    paths.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(paths.folder.parent)
+    paths.folder.mkdir(exist_ok=True)
     paths.stop.unlink(missing_ok=True)
     before = readable_first_event(paths)
     header = replace(

@@ -91,6 +91,7 @@ class SearchScheduler:
         module, _, function = request.search.algorithm.partition(":")
         make = getattr(importlib.import_module(module), function)
         self._algorithm: SearchAlgorithm = make(request, self._record)
+        self._record.make_findable()
 
     def _run_jobs(self) -> str:
         """Run jobs until none is left; return the final status."""

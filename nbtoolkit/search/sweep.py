@@ -291,7 +291,7 @@ def _check_shared(search: Search, given: SweepConfig, where: Where) -> None:
 def _keep(paths: RunPaths, sweep_config: SweepConfig, folds: Folds | None) -> None:
     """Save the sweep's settings and folds, for people and for the next session."""
     try:
-        write_whole(paths.folder / SWEEP_CONFIG_FILE, sweep_config.to_yaml(), durable=False)
+        write_whole(paths.folder / SWEEP_CONFIG_FILE, sweep_config.to_yaml())
     except OSError as error:
         raise folder_error(paths.folder, error) from error
     if folds is not None and not (paths.folder / FOLDS_FILE).exists():  # else they are checked

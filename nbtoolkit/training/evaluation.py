@@ -369,7 +369,7 @@ def save_predictor(paths: RunPaths, predictor: object) -> None:
         packed = pack_value(predictor)
     except CannotPickle as error:
         packed = pack_value(_NoPredictor(error.what))
-    write_whole(paths.predictor, packed, durable=False)
+    write_whole(paths.predictor, packed)
 
 
 def keep_predictor(ctx: RunContext, predict: Callable[[Any], Any]) -> None:

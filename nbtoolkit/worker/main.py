@@ -143,7 +143,8 @@ def call_function(function: Callable[..., Any], context: RunContext) -> tuple[An
         context.close()
     packed, path = pack_value(value), context.paths.value(context.rank)
     try:
-        write_whole(path, packed, durable=False)
+        # The study has a trial's numbers, and nothing reads its value.
+        write_whole(path, packed, durable=not context._params)
     except OSError as error:
         raise folder_error(path, error) from error
     return value, reads

@@ -25,7 +25,14 @@ from typing import IO, Any, Literal, TypeAlias, TypedDict, cast
 
 from nbtoolkit.errors import CheckpointError
 from nbtoolkit.run.checkpoints import shards
-from nbtoolkit.run.paths import atomic_file, read_or_empty, temporary_beside, write_json
+from nbtoolkit.run.paths import (
+    atomic_file,
+    make_folder,
+    put_in_place,
+    read_or_empty,
+    temporary_beside,
+    write_json,
+)
 
 State: TypeAlias = dict[str, Any]
 """A state that was read: tensors, numbers, strings, and dicts, lists and tuples of them."""
@@ -34,7 +41,7 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def write_state(path: Path, state: Mapping[str, object]) -> None:
-    """Write ``state`` to ``path`` atomically: temporary file, fsync, ``os.replace``.
+    """Write ``state`` to ``path`` atomically, and flush it to the disk.
 
     ``torch.load(path, weights_only=True)`` reads it.
 
@@ -297,7 +304,7 @@ class CheckpointStore:
             CheckpointError: the disk is full, or a state holds something else. The earlier
                 checkpoints are unchanged.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         building = temporary_beside(self.folder / "new-")
         try:
             building.mkdir()
@@ -356,8 +363,7 @@ class CheckpointStore:
         replaced = building.with_name(building.name.replace("new", "old"))
         if folder.exists():  # a step repeated after a damaged or an older checkpoint
             os.rename(folder, replaced)
-        os.rename(building, folder)
-        _sync_folder(self.folder)
+        put_in_place(building, folder)
         shutil.rmtree(replaced, ignore_errors=True)
         return folder
 
@@ -422,14 +428,6 @@ def _moved(building: Path, parts: shards.Shards) -> dict[str, StoredFile]:
 def stored_file(path: Path) -> StoredFile:
     """Size and SHA-256 of a file."""
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _stored(folder: Path) -> StoredCheckpoint | None:
