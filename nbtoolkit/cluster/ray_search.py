@@ -157,10 +157,8 @@ class RaySearch:
                 self._capacity = min(self._capacity, all_of_them.get("GPU", 0) * per_device)
         options = {"num_cpus": cpus, "num_gpus": 1 / per_device if settings.gpu else 0}
         start = ray.remote(run_job).options(max_retries=0, **options)
-        deadline = self._request.deadline
         while len(self._running) < self._capacity and self._record.leaving is None:
-            left = None if deadline is None else deadline - time.time()
-            job = self._algorithm.next(left)
+            job = self._algorithm.next(self._record.seconds_left())
             if job is None:
                 return
             task = start.remote(self._shared, job, cpus, self._driver)

@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbtoolkit.environment.resources import START_TIME
+from nbtoolkit.environment.resources import START_TIME, process_fields
 from nbtoolkit.errors import ConfigError, DeadlinePassed
 from nbtoolkit.host import ROOT
 
@@ -43,12 +43,25 @@ class TimeLimit:
 class NotebookDeadline:
     """The deadline that all calls of a kernel share."""
 
-    at: float
-    """Unix time."""
+    ends: float
+    """Seconds of the monotonic clock, which nobody sets."""
     reserve: float
     """Seconds before it that are kept for predictions and for the rest of the notebook."""
     source: str
     """What set it: ``nb.set_deadline`` or ``runtime.deadline``."""
+
+    @property
+    def at(self) -> float:
+        """Unix time, by the clock as it is now."""
+        return time.time() + self.ends - time.monotonic()
+
+
+def on_monotonic_clock(deadline: float | None) -> float | None:
+    """Return a deadline in unix time as seconds of the monotonic clock; None: no limit.
+
+    Each process converts a deadline once, when it gets it: somebody may set the clock later.
+    """
+    return None if deadline is None else time.monotonic() + deadline - time.time()
 
 
 def set_deadline(
@@ -82,8 +95,9 @@ def set_deadline(
     if limit is None:
         _deadline = None
         return None
-    now = time.time()
-    seconds = limit.timestamp() - now if isinstance(limit, datetime) else _seconds("limit", limit)
+    seconds = (
+        limit.timestamp() - time.time() if isinstance(limit, datetime) else _seconds("limit", limit)
+    )
     kept = _usual_reserve(seconds) if reserve is None else _seconds("reserve", reserve)
     if kept >= seconds > 0:
         raise ConfigError(
@@ -91,7 +105,7 @@ def set_deadline(
             allowed="a reserve that is shorter than the time to the deadline",
             do="pass a smaller reserve=",
         )
-    _deadline = NotebookDeadline(now + seconds, kept, "nb.set_deadline")
+    _deadline = NotebookDeadline(time.monotonic() + seconds, kept, "nb.set_deadline")
     return datetime.fromtimestamp(_deadline.at, timezone.utc)
 
 
@@ -109,10 +123,12 @@ def check_deadline(config: Config, *, uses_reserve: bool = False) -> None:
     Raises:
         DeadlinePassed: there is no time left.
     """
-    deadline, now = _notebook_deadline(config), time.time()
-    if deadline is None or now + _LEAST < deadline.at - (0.0 if uses_reserve else deadline.reserve):
+    deadline = _notebook_deadline(config)
+    if deadline is None:
         return
-    left = deadline.at - now
+    left = deadline.ends - time.monotonic()
+    if left - (0.0 if uses_reserve else deadline.reserve) > _LEAST:
+        return
     state = f"is in {span(left)}, which are reserved" if left > 0 else f"was {span(-left)} ago"
     also = " (cv.predict may use the reserve)" if left > 0 else ""
     raise DeadlinePassed(
@@ -130,11 +146,17 @@ def _notebook_deadline(config: Config) -> NotebookDeadline | None:
     """The earlier one of what was set by call and in the configuration."""
     limit, found = config.runtime.deadline, [] if _deadline is None else [_deadline]
     if limit is not None:
-        import psutil
+        ends = time.monotonic() - _process_age() + limit
+        found.append(NotebookDeadline(ends, _usual_reserve(limit), "runtime.deadline"))
+    return min(found, key=lambda deadline: deadline.ends, default=None)
 
-        at = psutil.Process().create_time() + limit
-        found.append(NotebookDeadline(at, _usual_reserve(limit), "runtime.deadline"))
-    return min(found, key=lambda deadline: deadline.at, default=None)
+
+def _process_age() -> float:
+    """Return the seconds since this process has started."""
+    fields = process_fields(os.getpid())
+    assert fields is not None
+    started = int(fields[START_TIME]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 def _usual_reserve(seconds: float) -> float:

@@ -228,9 +228,7 @@ class StepWatch:
     def _own_signal(self) -> ControlSignal:
         """This rank's view; rank 0's counts."""
         self._look_at = time.monotonic() + _LOOK_SECONDS
-        deadline = self._ctx.deadline
-        late = deadline is not None and time.time() + self._reserve >= deadline
-        if late or self._ctx.stop_requested():
+        if self._ctx.stop_requested(self._reserve):
             return ControlSignal.CHECK_STOP
         due = self._minutes and time.monotonic() - self._saved_at >= self._minutes * 60
         return ControlSignal.SAVE if due else _CONTINUE

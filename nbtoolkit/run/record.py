@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from nbtoolkit.environment.deadline import on_monotonic_clock
 from nbtoolkit.run.events import (
     CheckpointSaved,
     Event,
@@ -39,8 +40,9 @@ class RunRecord:
     """
 
     def __init__(self, paths: RunPaths, *, deadline: float | None, durable: bool = True) -> None:
-        self.paths, self.deadline, self._durable = paths, deadline, durable
-        self.started = time.time()
+        self.paths, self._durable = paths, durable
+        self._started = time.monotonic()
+        self._ends = on_monotonic_clock(deadline)
         self.metrics: dict[str, float] = {}
         """The values last reported or returned; the last logged ones if none were reported."""
         self.checkpoint: str | None = None
@@ -119,9 +121,13 @@ class RunRecord:
             self._warned_of_values = True
             self.note(warning, "warning")
 
+    def seconds_left(self) -> float | None:
+        """The seconds until the deadline; None: no limit."""
+        return None if self._ends is None else self._ends - time.monotonic()
+
     def decide(self, reserve: float = 0.0) -> str | None:
         """The status to stop with now, None: continue; ``reserve``: seconds that saving takes."""
-        left = None if self.deadline is None else self.deadline - time.time()
+        left = self.seconds_left()
         if self.leaving is None and left is not None and left <= reserve:
             rest = f", except {left:.0f} s for saving" if left >= 1.0 else ""
             self.request_stop("deadline", f"the run's time is used up{rest}")
@@ -184,7 +190,7 @@ class RunRecord:
         self._end(ended)
 
     def _end(self, ended: RunEnded) -> None:
-        seconds = time.time() - self.started
+        seconds = time.monotonic() - self._started
         self._log.write(
             replace(ended, seconds=seconds, metrics=self.metrics, checkpoint=self.checkpoint)
         )

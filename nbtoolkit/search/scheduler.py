@@ -134,7 +134,7 @@ class SearchScheduler:
             return
         jobs: list[SearchJob] = []
         while len(jobs) < self._slots.free and (self._algorithm.ready or not prepared_only):
-            job = self._algorithm.next(self._seconds_left())
+            job = self._algorithm.next(self._record.seconds_left())
             if job is None:
                 break
             jobs.append(job)
@@ -179,10 +179,6 @@ class SearchScheduler:
             if not self._shared_files:
                 self._record.note(_shared_file(path, first, job.key), level="warning")
             self._shared_files.append(path)
-
-    def _seconds_left(self) -> float | None:
-        deadline = self._request.deadline
-        return None if deadline is None else deadline - time.time()
 
     # --- requests ---
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from pathlib import Path
@@ -409,8 +408,7 @@ class _Training:
         ctx = self._ctx
         if not ctx.is_main:
             return ControlSignal.CONTINUE
-        late = ctx.deadline is not None and time.time() + self._checkpoints.reserve >= ctx.deadline
-        if late or ctx.stop_requested():
+        if ctx.stop_requested(self._checkpoints.reserve):
             return ControlSignal.CHECK_STOP
         return ControlSignal.SAVE if self._checkpoints.due_by_time() else ControlSignal.CONTINUE
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from nbtoolkit.config.aliases import refuse_old_name
 from nbtoolkit.config.reads import mark_used
 from nbtoolkit.config.unused import unread_names, unread_settings, unused_names, unused_settings
+from nbtoolkit.environment.deadline import on_monotonic_clock
 from nbtoolkit.errors import CheckpointError, ReportError, RunStopped
 from nbtoolkit.run import messages
 from nbtoolkit.run.checkpoints.checkpoint_store import State, read_state, write_state
@@ -74,6 +75,7 @@ class RunContext:
         self.config, self.plan, self.paths = job.config, job.plan, job.paths
         self._rank, self.local_rank, self.world_size = rank, local_rank, world_size
         self.deadline = job.deadline
+        self._ends = on_monotonic_clock(job.deadline)
         self._fold, self._fold_read = job.fold, False
         self._params: dict[str, Any] = dict(job.params)
         self.seed: int = job.config.seed
@@ -258,16 +260,19 @@ class RunContext:
         """
         return self._ask(messages.StopCheck(reserve=float(reserve), where=_caller()))
 
-    def stop_requested(self) -> bool:
+    def stop_requested(self, reserve: float = 0.0) -> bool:
         """Return whether a stop was requested, by the stop button, a signal or the deadline.
 
         A loop may call this in every step: the call takes 2 us, and the ranks do not wait for each
         other. Only rank 0 gets True; the other ranks always get False. Rank 0 must tell them, and
         all ranks then call :meth:`raise_if_stopped` or :meth:`should_stop`.
+
+        Args:
+            reserve: seconds before the deadline that saving takes.
         """
         if not self.is_main:
             return False
-        late = self.deadline is not None and time.time() >= self.deadline
+        late = self._ends is not None and time.monotonic() + reserve >= self._ends
         return late or self._channel.stop_pending()
 
     def message(self, text: str, level: Literal["info", "warning"] = "info") -> None:
