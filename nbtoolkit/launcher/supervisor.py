@@ -272,8 +272,7 @@ class RunSupervisor:
     def _begin_attempt(self, failure: failures.Failure) -> None:
         """Start the ranks again, in an attempt with a first event of its own."""
         header = self._request.header
-        self.record.started = time.time()
-        self.record.write(
+        self.record.begin_attempt(
             replace(
                 header,
                 attempt=header.attempt + self._restarts.count,

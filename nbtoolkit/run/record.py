@@ -19,6 +19,7 @@ from nbtoolkit.run.events import (
     MetricsReported,
     NoteAdded,
     RunEnded,
+    RunStarted,
     StopRequested,
 )
 from nbtoolkit.run.messages import StopRequest
@@ -63,6 +64,11 @@ class RunRecord:
         # To lose the end of a fold in a crash of the machine would be to train it again.
         if isinstance(event, FoldChanged) and event.state == "complete":
             self._log.sync()
+
+    def begin_attempt(self, first: RunStarted) -> None:
+        """Write the first event of another attempt of this process; its seconds count anew."""
+        self._started = time.monotonic()
+        self._log.write(first)
 
     def make_findable(self) -> None:
         """Flush to the disk what the next launch finds the run by: its first event and its name.

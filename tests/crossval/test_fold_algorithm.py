@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ from nbtoolkit.crossval.fold_algorithm import (
     make_algorithm,
 )
 from nbtoolkit.errors import FoldError
-from nbtoolkit.run.events import EventReader
+from nbtoolkit.run.events import EventLog, EventReader, RunEnded
 from nbtoolkit.run.messages import SearchCommand
-from nbtoolkit.run.paths import RunPaths, write_json, write_whole
+from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.search.algorithm import JobResult, SearchJob
 
@@ -117,12 +118,14 @@ def test_a_fold_counts_as_done_by_its_own_result_when_its_event_was_not_written(
     tmp_path: Path,
 ) -> None:
     begin(tmp_path)
-    result = {"status": "completed", "metrics": {"acc": 0.5}, "seconds": 2.0}
-    write_json(RunPaths(tmp_path / "folds/2").result, result)
-    write_json(RunPaths(tmp_path / "folds/3").result, {**result, "status": "stopped"})
-    write_json(RunPaths(tmp_path / "folds/4").result, {**result, "metrics": {}})
-    for index in (2, 3, 4):
-        write_whole(RunPaths(tmp_path / fold_key(index)).value(0), "a value")
+    whole = RunEnded(status="completed", metrics={"acc": 0.5}, seconds=2.0)
+    ends = {2: whole, 3: replace(whole, status="stopped"), 4: replace(whole, metrics={})}
+    for index, end in ends.items():
+        paths = RunPaths(tmp_path / fold_key(index))
+        write_whole(paths.value(0), "a value")
+        log = EventLog(paths.events)
+        log.write(end)
+        log.close()
     assert set(finished_folds(tmp_path, 5)) == {2}
     algorithm = begin(tmp_path)
     assert drive(algorithm, tmp_path, score) == ["folds/0", "folds/1", "folds/3", "folds/4"]
