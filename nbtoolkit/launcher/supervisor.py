@@ -18,6 +18,7 @@ from nbtoolkit.launcher.worker_group import RankView, Spawner, WorkerGroup
 from nbtoolkit.run import messages
 from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
 from nbtoolkit.run.events import RETURNED, Event, MetricsReported, PlanChanged, RankPhaseChanged
+from nbtoolkit.run.paths import make_folder
 from nbtoolkit.run.payload import RunRequest
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.serialization import pack_error
@@ -103,6 +104,8 @@ class RunSupervisor:
         for level, text in self._request.notes:
             self.record.note(text, level)
         self._follow(self._start())
+        # Here, where nothing waits for it: each rank would flush the folder's name at its end.
+        make_folder(self.paths.value(0).parent, durable=False)
         self.record.make_findable()
 
     def poll(self) -> bool:

@@ -8,7 +8,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +141,8 @@ class PackedError:
     notes: Sequence[str] = ()
 
     def encode(self) -> bytes:
-        """The content of ``error.pkl``: a pickled dict, so that other versions can read it."""
-        return pickle.dumps(self._fields())
+        """The content of ``error.pkl``."""
+        return pickle.dumps(self)
 
     @classmethod
     def decode(cls, data: bytes) -> PackedError:
@@ -151,28 +151,10 @@ class PackedError:
         Raises:
             Exception: the data is damaged.
         """
-        return cls.from_fields(pickle.loads(data))
-
-    @classmethod
-    def from_fields(cls, content: Mapping[str, object]) -> PackedError:
-        """The error with these fields, of ``error.pkl``; ignores other names.
-
-        Raises:
-            TypeError: its type or text is missing.
-        """
-        names = {field.name for field in fields(cls)}
-        known: dict[str, Any] = {name: content[name] for name in names & content.keys()}
-        for link in ("cause", "context"):
-            if known.get(link) is not None:
-                known[link] = cls.from_fields(known[link])
-        return cls(**known)
-
-    def _fields(self) -> dict[str, object]:
-        return {
-            **vars(self),
-            "cause": self.cause._fields() if self.cause else None,
-            "context": self.context._fields() if self.context else None,
-        }
+        error = pickle.loads(data)
+        if not isinstance(error, cls):
+            raise TypeError(f"it holds a {type(error).__name__}")
+        return error
 
 
 def recorded_error(ended: RunEnded) -> PackedError:
