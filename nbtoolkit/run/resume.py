@@ -229,14 +229,14 @@ def why_not_resumed(output_dir: str | Path, kind: Kind, identity: Identity) -> t
     Returns:
         A sentence on the newest unfinished run of the function and these settings: its code has
         changed, it has no checkpoint (as when it did not fit into a bundle), or an earlier build
-        has made it. A sentence on all runs with checkpoints whose record is damaged.
+        has made it. A sentence on all runs that have been saved and whose record is damaged.
     """
     newest = _why_newest_not_resumed(Path(output_dir), kind, identity)
     damaged = ", ".join(_damaged(Path(output_dir)))
     sentences = [newest] if newest else []
     if damaged:
         sentences.append(
-            f"not resumed, because the record is damaged: {damaged}; nb.load_model reads the "
+            f"not resumed, because the record is damaged: {damaged}; nb.load_model reads "
             "checkpoints"
         )
     return tuple(sentences)
@@ -274,13 +274,19 @@ def _why_newest_not_resumed(output_dir: Path, kind: Kind, identity: Identity) ->
 
 
 def _damaged(output_dir: Path) -> list[str]:
-    """Return the ids of the runs that have checkpoints, and no first event that can be read."""
+    """Return the ids of the runs that have been saved, and have no first event that can be read."""
     if not output_dir.is_dir():
         return []
     folders = sorted(folder for folder in output_dir.iterdir() if RUN_ID.match(folder.name))
     runs = [RunPaths(folder) for folder in folders if os.access(folder, os.R_OK | os.X_OK)]
-    with_checkpoint = [paths for paths in runs if has_checkpoint(paths.checkpoints)]
-    return [paths.run_id for paths in with_checkpoint if opening_event(paths) is None]
+    saved = [paths for paths in runs if _is_saved(paths)]
+    return [paths.run_id for paths in saved if opening_event(paths) is None]
+
+
+def _is_saved(paths: RunPaths) -> bool:
+    """Whether there is a checkpoint, or the study or the folds of a search."""
+    searched = any((paths.folder / name).exists() for name in ("study.jsonl", "folds.json"))
+    return searched or has_checkpoint(paths.checkpoints)
 
 
 def find_named_run(run: str | os.PathLike[str], output_dir: Path) -> RunPaths:

@@ -120,7 +120,7 @@ def test_a_run_with_checkpoints_and_a_damaged_record_is_named(
     second = left_by(saves_and_fails(1.0), config)
     assert second != first
     assert warnings(second) == [
-        f"not resumed, because the record is damaged: {first.run_id}; nb.load_model reads the "
+        f"not resumed, because the record is damaged: {first.run_id}; nb.load_model reads "
         "checkpoints"
     ]
 
