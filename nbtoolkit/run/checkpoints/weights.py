@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from nbtoolkit.config.yaml_source import read_layer
 from nbtoolkit.errors import CheckpointError
+from nbtoolkit.run.attempts import readable_first_event
 from nbtoolkit.run.checkpoints.checkpoint_store import (
     CheckpointStore,
     Kind,
@@ -18,7 +18,7 @@ from nbtoolkit.run.checkpoints.checkpoint_store import (
     without_compile,
 )
 from nbtoolkit.run.checkpoints.shards import FOLDER, MODEL, read_shards
-from nbtoolkit.run.paths import reading
+from nbtoolkit.run.paths import RunPaths, reading
 
 if TYPE_CHECKING:
     import torch
@@ -143,12 +143,10 @@ def find_weights(path: Path, kind: Literal["best", "last"] | None = None) -> Pat
 
 
 def _configured_kind(folder: Path) -> Literal["best", "last"]:
-    """The ``checkpoint.weights`` of a run's configuration."""
-    config = folder / "config.yaml"
-    with reading(config):
-        settings = read_layer(config).values if config.exists() else {}
-        kind: Literal["best", "last"] = settings.get("checkpoint", {}).get("weights", "best")
-    return kind
+    """The ``checkpoint.weights`` of a run's configuration; the default without a record."""
+    first = readable_first_event(RunPaths(folder))
+    section = {} if first is None else first.config.get("checkpoint", {})
+    return "last" if section.get("weights") == "last" else "best"
 
 
 def _in_checkpoint(folder: Path) -> Path:
