@@ -43,8 +43,7 @@ def last_event(paths: RunPaths) -> RunEnded | None:
     Raises:
         RunFileError: the events cannot be read.
     """
-    lines = (line for block in _blocks_from_end(paths) for line in reversed(block.split(b"\n")))
-    for number, line in enumerate(lines):
+    for number, line in enumerate(_lines_from_end(paths)):
         event = decode(line)
         if isinstance(event, RunEnded):
             return event
@@ -140,6 +139,12 @@ def _newest(paths: RunPaths, *kinds: type[Event]) -> Event | None:
             if isinstance(event, kinds):
                 return event
     return None
+
+
+def _lines_from_end(paths: RunPaths) -> Iterator[bytes]:
+    """Yield the lines of a run's events that are not empty, the last one first."""
+    for block in _blocks_from_end(paths):
+        yield from filter(None, reversed(block.split(b"\n")))
 
 
 def _blocks_from_end(paths: RunPaths) -> Iterator[bytes]:

@@ -280,9 +280,12 @@ def sync_folder(folder: Path) -> None:
     """Flush the names in a folder to the disk.
 
     Raises:
-        OSError: the folder is gone, the disk fails, ...
+        OSError: the disk fails, ...
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:  # the training function deleted it, which is told at the end
+        return
     try:
         os.fsync(fd)
     except OSError as error:

@@ -275,7 +275,7 @@ def _why_newest_not_resumed(output_dir: Path, kind: Kind, identity: Identity) ->
 
 def _damaged(output_dir: Path) -> list[str]:
     """Return the ids of the runs that have been saved, and have no first event that can be read."""
-    if not output_dir.is_dir():
+    if not os.path.isdir(output_dir):  # Path.is_dir raises if the name is too long
         return []
     folders = sorted(folder for folder in output_dir.iterdir() if RUN_ID.match(folder.name))
     runs = [RunPaths(folder) for folder in folders if os.access(folder, os.R_OK | os.X_OK)]

@@ -276,9 +276,9 @@ def test_partials_of_two_functions_share_no_run() -> None:
 def test_a_run_damaged_by_a_crash_hinders_no_launch(config: nb.Config) -> None:
     """What is not synced to the disk is empty after a crash of the machine."""
     damaged = quiet(functions.draws, config).paths
-    damaged.versions.write_text("")
+    damaged.events.write_text("")
     assert quiet(functions.draws, config, resume="auto").status == "completed"
-    with pytest.raises(ResumeError, match=r"versions\.json is damaged"):
+    with pytest.raises(ResumeError, match=r"its record .*events\.jsonl is damaged"):
         quiet(functions.draws, config, resume=damaged.run_id)
 
 
