@@ -179,6 +179,7 @@ def begin_attempt(paths: RunPaths, lock: RunLock, identity: Identity) -> ChosenR
     assert before is not None
     submitted = not isinstance(before, RunStarted)
     try:
+        os.ftruncate(lock.fileno(), 0)  # the pid of the owner before
         paths.stop.unlink(missing_ok=True)
     except OSError as error:
         raise folder_error(paths.folder, error) from error
@@ -417,7 +418,6 @@ def lock_run(paths: RunPaths) -> RunLock | None:
     for _ in range(_LOCK_TRIES_OF_JOB if own else _LOCK_TRIES):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(lock.fileno(), 0)  # the pid of the owner before
             return lock
         time.sleep(0.01)
     lock.release()
