@@ -33,7 +33,7 @@ def submit_to_cluster(
     *,
     choose: Callable[[], ChosenRun],
     call: Callable[[RunPaths, int | None], Call],
-    search: bool = False,
+    is_search: bool = False,
     **identity: Any,
 ) -> ChosenRun:
     """Choose the run's folder, write the call into it, and submit the job that makes it.
@@ -46,7 +46,7 @@ def submit_to_cluster(
         config: the resolved configuration.
         choose: finds or creates the run.
         call: makes the call from the run's paths and the ranks of the machine (None: by itself).
-        search: whether the call is a sweep or a cross-validation.
+        is_search: whether the call is a sweep or a cross-validation.
         identity: further fields of the first event.
 
     Returns:
@@ -71,7 +71,7 @@ def submit_to_cluster(
             do="set distributed.strategy: ddp, or another that nb.calibrate shows there",
         )
     cluster = find_cluster(where)
-    ranks = cluster.check(config, search=search)
+    ranks = cluster.check(config, search=is_search)
     with choose() as run:
         try:
             write_submitted(run, config, host, train, **identity)
@@ -81,7 +81,7 @@ def submit_to_cluster(
             raise
     try:
         size = events_size(run.paths)
-        write_job(run.paths, where, cluster.submit(run.paths, config, search=search), size)
+        write_job(run.paths, where, cluster.submit(run.paths, config, search=is_search), size)
     except BaseException:
         roll_back(run)
         raise

@@ -345,7 +345,7 @@ def submit_search(
         config,
         choose=partial(choose_search, train, config, wanted, name, resume),
         call=lambda paths, _: partial(call, resume=paths.folder, display="off"),
-        search=True,
+        is_search=True,
         **wanted.fields(),
     )
     return Started(run, None, None)

@@ -185,7 +185,7 @@ def test_two_estimators_are_two_functions() -> None:
     made = [
         nbs.train_function(estimator, X, Y) for estimator in (SVC(), SVC(), SVC(C=2.0), Ridge())
     ]
-    hashes = [Identity.of({}, train) for train in made]
+    hashes = [Identity.of({}, train).hash for train in made]
     assert hashes[0] == hashes[1]
     assert len(set(hashes)) == 3
 

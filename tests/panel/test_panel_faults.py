@@ -115,7 +115,7 @@ def test_a_run_that_cannot_be_read_says_so_and_is_shown_when_it_can_be(
     paths.events.unlink()
     paths.events.mkdir()  # reading fails, for root too
     until(lambda: status(panel) == "unreadable", "the fault")
-    assert "Is a directory" in region(panel, "strip")
+    assert "not a regular file" in region(panel, "strip")
     assert pressable(panel) == {"launch"}
     regions(panel)
     paths.events.rmdir()
