@@ -39,10 +39,10 @@ def out(home: Path) -> Path:
     return home / "out"
 
 
-def three(out: Path, *more: Any) -> Path:
-    """A sweep that maximizes, of three complete trials."""
+def three(out: Path, *more: Any, config: dict[str, Any] | None = None) -> Path:
+    """A sweep that maximizes, of three complete trials; ``config``: its settings."""
     events = [trial(n, value=value, best=n == 1) for n, value in enumerate((0.5, 0.9, 0.1))]
-    return sweep(out, [*events, *more]).folder
+    return sweep(out, [*events, *more], config=config).folder
 
 
 # --- what a new panel shows ---
@@ -75,9 +75,8 @@ def test_settings_of_the_run_are_loaded_unless_the_cell_names_some(
     opened: Open, out: Path, monkeypatch: pytest.MonkeyPatch, home: Path
 ) -> None:
     monkeypatch.chdir(home)
-    folder = three(home / "outputs")
     config = nb.load_config(env=None, overrides={"optim.lr": 0.125, "train.epochs": 9})
-    (folder / "config.yaml").write_text(config.to_yaml())
+    folder = three(home / "outputs", config=config.to_dict())
     bare = nb.panel(panel_functions.reports)
     try:
         assert bare.config == config
@@ -96,8 +95,7 @@ def test_settings_of_the_run_are_loaded_unless_the_cell_names_some(
 def test_a_run_of_an_older_version_is_shown_and_its_settings_stay_where_they_are(
     opened: Open, out: Path
 ) -> None:
-    folder = three(out)
-    (folder / "config.yaml").write_text("train: {patience: 3, epochs: many}")
+    folder = three(out, config={"train": {"patience": 3, "epochs": "many"}})
     panel = opened()
     assert panel.folder == folder
     assert pressable(panel) == {"launch", "resume", "train_best"}

@@ -61,10 +61,15 @@ def trained(
 
 
 def sweep(
-    folder: Path, events: list[dict[str, Any]], *, metric: str = "score", count: int = 10
+    folder: Path,
+    events: list[dict[str, Any]],
+    *,
+    metric: str = "score",
+    count: int = 10,
+    config: dict[str, Any] | None = None,
 ) -> RunPaths:
-    """A sweep's folder, as its scheduler leaves it."""
-    events = [{"type": "run", "t": NOON}, *events]
+    """A sweep's folder, as its scheduler leaves it; ``config``: that of its first event."""
+    events = [{"type": "run", "t": NOON, "config": config or {}}, *events]
     paths = write_run(folder, "sweep-0001", kind="sweep", events=events)
     (paths.folder / "sweep.yaml").write_text(SWEEP_CONFIG.format(metric=metric, count=count))
     return paths
