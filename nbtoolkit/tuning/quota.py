@@ -125,7 +125,7 @@ def quota(output_dir: str | os.PathLike[str] | None = None, *, hours: float | No
             do='nb.quota("outputs", hours=30)',
         )
     spans, skipped = _read_all(folder)
-    groups: dict[tuple[str, str, str], list[Span]] = {}
+    groups: dict[tuple[str, str, str], list[AttemptSpan]] = {}
     for span in spans:
         groups.setdefault((span.week, span.host, span.device), []).append(span)
     rows = [
@@ -147,7 +147,7 @@ def quota(output_dir: str | os.PathLike[str] | None = None, *, hours: float | No
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class AttemptSpan:
     """The time of an attempt of a run that lies in one week.
 
     Attributes:
@@ -171,9 +171,9 @@ class Span:
     device: str
 
 
-def _read_all(folder: Path) -> tuple[list[Span], list[str]]:
+def _read_all(folder: Path) -> tuple[list[AttemptSpan], list[str]]:
     """Read the spans of all runs below a folder, and the folders that cannot be read."""
-    spans: dict[tuple[str, float, str], Span] = {}
+    spans: dict[tuple[str, float, str], AttemptSpan] = {}
     skipped: list[str] = []
 
     def skip(error: OSError) -> None:
@@ -202,7 +202,7 @@ def _may_hold_runs(name: str) -> bool:
     return name == TRASH or not (name in _NO_RUNS or name.startswith("."))
 
 
-def _read_run(events: Path, run: str) -> list[Span]:
+def _read_run(events: Path, run: str) -> list[AttemptSpan]:
     """Read the spans of a run; a search has none, because its trials or folds have them.
 
     Raises:
@@ -224,7 +224,7 @@ def _read_run(events: Path, run: str) -> list[Span]:
         return [span for started, last in jobs for span in _spans(run, started, last)]
 
 
-def _spans(run: str, started: RunStarted, last: float) -> Iterator[Span]:
+def _spans(run: str, started: RunStarted, last: float) -> Iterator[AttemptSpan]:
     """Yield the parts of an attempt in each of its weeks."""
     devices = len(started.plan.get("devices") or ())
     names = sorted(set(started.plan.get("device_names") or ())) if devices else []
@@ -232,7 +232,7 @@ def _spans(run: str, started: RunStarted, last: float) -> Iterator[Span]:
     while True:
         week = week_of(started.host, begin)
         border = (week + timedelta(days=7)).timestamp()
-        yield Span(
+        yield AttemptSpan(
             run=run,
             attempt=started.t,
             week=f"{week:%Y-%m-%d}",
@@ -257,7 +257,7 @@ def week_of(host: str, moment: float) -> datetime:
     return begin.replace(hour=0, minute=0, second=0, microsecond=0)
 
 
-def quota_hours(host: str, spans: Sequence[Span]) -> float:
+def quota_hours(host: str, spans: Sequence[AttemptSpan]) -> float:
     """Return the hours of a quota that spans use; those on the CPU use nothing.
 
     Args:
