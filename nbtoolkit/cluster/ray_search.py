@@ -23,7 +23,6 @@ from nbtoolkit.launcher.remote import load_packed, write_packed
 from nbtoolkit.run import messages
 from nbtoolkit.run.attempts import last_event
 from nbtoolkit.run.output import CellOutput
-from nbtoolkit.run.paths import sign_lock
 from nbtoolkit.run.payload import unload_function
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.remote_job import events_size
@@ -85,7 +84,7 @@ class RaySearch:
         """Run a search to its end; called by ``start_search``."""
         import ray
 
-        sign_lock(run.lock.fileno())
+        run.own()
         self._request, self._record = request, RunRecord(request.paths, deadline=request.deadline)
         for level, text in request.notes:
             self._record.note(text, level)

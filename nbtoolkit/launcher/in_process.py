@@ -32,7 +32,7 @@ from nbtoolkit.run.attempts import last_event
 from nbtoolkit.run.events import Event, EventReader, returned_numbers
 from nbtoolkit.run.messages import Question, Reply, Statement
 from nbtoolkit.run.output import CellOutput, Display
-from nbtoolkit.run.paths import RunPaths, folder_error, sign_lock
+from nbtoolkit.run.paths import RunPaths, folder_error
 from nbtoolkit.run.payload import JobSpec, RunRequest
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.resume import ChosenRun, write_header
@@ -76,7 +76,7 @@ class InProcessRecorder(RecordChannel):
         self._run, self._cell, self._on_event = run, cell, on_event
         self._thread = threading.get_ident()
         self._reader = EventReader(run.paths.events, run.events_size)
-        sign_lock(run.lock.fileno())
+        run.own()
         job = request.job
         super().__init__(RunRecord(run.paths, deadline=job.deadline))
         for level, text in request.notes:

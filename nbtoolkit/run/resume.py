@@ -40,6 +40,7 @@ from nbtoolkit.run.paths import (
     folder_error,
     open_regular,
     runs_in,
+    sign_lock,
     write_whole,
 )
 from nbtoolkit.run.remote_job import JOB_MARK, awaits_job, events_size
@@ -107,6 +108,17 @@ class ChosenRun:
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
+
+    def own(self) -> None:
+        """Write the pid of this process, which is in charge of the run, into the lock.
+
+        Raises:
+            RunFolderError: the lock cannot be written.
+        """
+        try:
+            sign_lock(self.lock.fileno())
+        except OSError as error:
+            raise folder_error(self.paths.folder, error) from error
 
     @property
     def resumed(self) -> bool:
@@ -430,7 +442,9 @@ def roll_back(run: ChosenRun) -> None:
         shutil.rmtree(run.paths.folder, ignore_errors=True)
         return
     os.truncate(run.paths.events, run.events_size)
-    write_whole(run.paths.config, run_config(run.paths).to_yaml(), durable=False)
+    # config.yaml is for people, and the caller raises why the launch did not start.
+    with contextlib.suppress(OSError):
+        write_whole(run.paths.config, run_config(run.paths).to_yaml(), durable=False)
 
 
 def write_header(
