@@ -28,6 +28,7 @@ from torch.utils.data import (
 )
 
 from nbtoolkit.errors import PlanError
+from nbtoolkit.text_table import counted
 from nbtoolkit.worker.batch_slices import NotRows, Shares, digest, refuse_different, rows
 from nbtoolkit.worker.collectives import broadcast
 from nbtoolkit.worker.even_steps import EvenSteps, Reading
@@ -146,10 +147,15 @@ class GlobalBatches:
         """The uneven batch that an epoch will have; None: it has none, or it is not known."""
         if self.size is None or self.samples is None:
             return None
-        samples = self.size if self.size % ranks else self.samples % self.size
-        if samples % ranks == 0:
+        if self.size % ranks:
+            return f"a batch has {counted(self.size, 'sample')}"
+        rest = self.samples % self.size
+        if rest % ranks == 0:
             return None
-        return f"a batch of {samples} samples is to come ({self.samples} in batches of {self.size})"
+        return (
+            f"the last batch has {counted(rest, 'sample')} ({self.samples} in batches of "
+            f"{self.size})"
+        )
 
     def slices(self, ranks: int) -> int | None:
         """The number of batches that :meth:`Shares.divide` makes of an epoch's; None: unknown."""

@@ -337,8 +337,8 @@ def replicas_of_rows(ctx: RunContext) -> DataLoader[Any]:
 
 
 SHUFFLED = (
-    r"DataLoader 1 of ctx.prepare \(TensorDataset of 21 samples, batch_size=4\): a batch of 1 "
-    r"samples is to come \(21 in batches of 4\), which 2 ranks[\s\S]*multiple of 2, and drop_last"
+    r"DataLoader 1 of ctx.prepare \(TensorDataset of 21 samples, batch_size=4\): the last "
+    r"batch has 1 sample \(21 in batches of 4\), which 2 ranks[\s\S]*multiple of 2, and drop_last"
 )
 UNEVEN: dict[str, tuple[Make, str, int]] = {
     # How it is refused, and the steps before that.
@@ -347,12 +347,12 @@ UNEVEN: dict[str, tuple[Make, str, int]] = {
     "replicas": (replicas_of_rows, r"\(21 in batches of 4\)", 0),
     "size": (
         lambda ctx: DataLoader(rows_of(20), batch_size=5),
-        r"a batch of 5 samples is to come[\s\S]*multiple of 2",
+        r"a batch has 5 samples, which 2 ranks[\s\S]*multiple of 2",
         0,
     ),
     "single ones": (
         lambda ctx: DataLoader(rows_of(20), batch_size=1),
-        r"a batch of 1 samples is to come[\s\S]*multiple of 2",
+        r"a batch has 1 sample, which 2 ranks[\s\S]*multiple of 2",
         0,
     ),
     "stream": (lambda ctx: DataLoader(Rows(11), batch_size=4), r"a batch of 3 samples", 2),
