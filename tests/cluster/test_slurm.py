@@ -39,7 +39,7 @@ def test_two_nodes_train_one_run(slurm: slurms.Slurm, tmp_path: Path) -> None:
     job = submitted(slurm, tmp_path, "train.epochs=2")
     slurm.wait_for_job(job, "COMPLETED", 200)
     result = the_result(tmp_path)
-    assert (result["status"], result["processes"]) == ("completed", 2)
+    assert (result.status, result.processes) == ("completed", 2)
 
 
 # Two steps a second; a checkpoint has the number of those that are done.
@@ -69,9 +69,8 @@ def test_a_signal_before_the_time_limit_saves_requeues_and_resumes(
     slurm.wait_for_job(job, "COMPLETED", 280)
 
     result = the_result(tmp_path)
-    assert result["status"] == "completed"
-    metrics = result["metrics"]
-    assert isinstance(metrics, dict)
+    assert result.status == "completed"
+    metrics = result.metrics
     assert 0 < metrics["started_at"] < 20
     [log] = (tmp_path / "runs").glob("*-train-*/events.jsonl")
     events = list(EventReader(log).read())

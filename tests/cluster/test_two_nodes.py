@@ -84,7 +84,7 @@ def test_two_nodes_give_the_metrics_of_one(nodes: two_nodes.TwoNodes, tmp_path: 
     local = nb.launch(digits, config(tmp_path / "one"), processes=2, display="off")
     script(tmp_path, "import nbtoolkit as nb\nfrom nbtoolkit.tasks.digits import train")
     result = all_well(tmp_path, nodes.torchrun(tmp_path))
-    assert result["metrics"] == pytest.approx(local.metrics, abs=1e-4)
+    assert result.metrics == pytest.approx(local.metrics, abs=1e-4)
 
 
 def test_a_link_that_is_cut_for_seconds_costs_nothing(
@@ -98,7 +98,7 @@ def test_a_link_that_is_cut_for_seconds_costs_nothing(
     assert len(reported(tmp_path)) < 20
     nodes.cut(False)
     result = all_well(tmp_path, agents)
-    assert result["metrics"]["started_at"] == 0
+    assert result.metrics["started_at"] == 0
     assert [step for step in reported(tmp_path) if step is not None] == list(range(20))
 
 
@@ -134,7 +134,7 @@ def test_a_killed_rank_costs_one_restart_and_no_digit(
     script(tmp_path, text, **steps, **{"model.dies": "rank"})
     result = all_well(tmp_path, nodes.torchrun(tmp_path, "--max-restarts=3"))
     assert (tmp_path / "runs/died").exists()
-    assert result["metrics"]["train_loss"] == pytest.approx(local.metrics["train_loss"], abs=1e-4)
+    assert result.metrics["train_loss"] == pytest.approx(local.metrics["train_loss"], abs=1e-4)
     attempts = [event for event in events(tmp_path) if isinstance(event, RunStarted)]
     assert len(attempts) == 2
 
@@ -161,7 +161,7 @@ def test_the_first_node_loses_its_agent_and_a_new_job_resumes(
     all_ranks_end(nodes)
     assert agents[1].wait(timeout=60) != 0
     result = all_well(tmp_path, nodes.torchrun(tmp_path))
-    assert result["metrics"]["started_at"] > 3
+    assert result.metrics["started_at"] > 3
 
 
 def test_a_node_that_never_arrives(nodes: two_nodes.TwoNodes, tmp_path: Path) -> None:
@@ -181,4 +181,4 @@ def test_a_slow_link(nodes: two_nodes.TwoNodes, tmp_path: Path) -> None:
     nodes.slow_down("4mbit")
     script(tmp_path, "import nbtoolkit as nb\nfrom nbtoolkit.tasks.digits import train", **TIMEOUTS)
     result = all_well(tmp_path, nodes.torchrun(tmp_path, "--max-restarts=0"))
-    assert result["metrics"] == pytest.approx(local.metrics, abs=1e-4)
+    assert result.metrics == pytest.approx(local.metrics, abs=1e-4)

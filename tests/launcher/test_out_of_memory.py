@@ -21,6 +21,7 @@ from nbtoolkit.errors import LaunchError, PlanError, WorkerDied
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.failures import is_out_of_memory
 from nbtoolkit.run.attempts import newest_plan
+from nbtoolkit.run.events import EventReader, PlanChanged
 from nbtoolkit.run.paths import RunPaths
 
 BATCH = 64
@@ -160,7 +161,8 @@ def test_a_resume_on_the_same_devices_starts_with_what_has_fitted(tmp_path: Path
     with pytest.raises(RuntimeError, match="the session ends"):
         start(tmp_path / "out", **more)
     events = next((tmp_path / "out").glob("*-hungry-*")) / "events.jsonl"
-    assert events.read_text().count("ran out of memory: ") == 4
+    changed = [event for event in EventReader(events).read() if isinstance(event, PlanChanged)]
+    assert [event.plan["too_large"] for event in changed] == [32, 16]
     resumed = start(tmp_path / "out", **more)
     assert (resumed.plan.accumulate, resumed.plan.too_large) == (4, 16)
     assert events.read_text().count("new plan") == 2

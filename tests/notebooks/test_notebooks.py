@@ -67,7 +67,7 @@ def test_training_under_papermill_with_parameters(tmp_path: Path) -> None:
 
     outputs = {cell.id: cell.outputs for cell in executed.cells if cell.cell_type == "code"}
     assert "2 processes on the CPU" in outputs["plan"][-1].data["text/html"]
-    assert f"{result['metrics']['val_accuracy']:.6g}" in outputs["train"][-1].data["text/html"]
+    assert f"{result.metrics['val_accuracy']:.6g}" in outputs["train"][-1].data["text/html"]
     assert "<img alt=" in html_of(outputs["curves"])
     assert "are right" in html_of(outputs["curves"])
     shown = "".join(out.get("text", "") for out in outputs["train"])
