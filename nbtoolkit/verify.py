@@ -231,6 +231,7 @@ def _scratch(config: ConfigLike) -> Iterator[Config]:
         yield as_config(config).with_overrides(
             {
                 "runtime.output_dir": folder,
+                "runtime.restarts": 0,
                 "tracking.mlflow": False,
                 "tracking.tensorboard": False,
                 "tracking.wandb": False,

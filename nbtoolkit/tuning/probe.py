@@ -33,8 +33,9 @@ QUIET: dict[str, object] = {
     "checkpoint.enabled": False,
     "runtime.deadline": None,
     "runtime.pack": False,
+    "runtime.restarts": 0,
 }
-"""Settings of a run that writes nothing but its events."""
+"""Settings of a run that writes nothing but its events, and ends when a rank dies."""
 _SCRATCH = "nbtoolkit-probe-"
 LONGEST = 60.0
 """Seconds that a probe may take."""

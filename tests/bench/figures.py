@@ -42,8 +42,12 @@ def median(values: list[float]) -> float:
 def quiet_config(file: str | None = None, **overrides: Any) -> Iterator[nb.Config]:
     """A config whose runs go into a folder that is removed afterwards; tracking off."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        sweep_config = {"runtime.output_dir": folder, "tracking.mlflow": False}
-        yield nb.load_config(file, env=None, overrides={**sweep_config, **overrides})
+        quiet = {
+            "runtime.output_dir": folder,
+            "runtime.restarts": 0,
+            "tracking.mlflow": False,
+        }
+        yield nb.load_config(file, env=None, overrides={**quiet, **overrides})
 
 
 def in_fresh_process(module: str, *arguments: str) -> Any:

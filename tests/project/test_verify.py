@@ -177,6 +177,12 @@ def test_a_killed_fit_ends_bit_equal_with_dropout_too(processes: int) -> None:
     assert "killed at step 4 of 8" in found.what
 
 
+def test_the_ranks_of_the_killed_run_are_not_restarted() -> None:
+    """A run that restarts them would end by itself, and there would be nothing to resume."""
+    found = nb.verify.resume(own_loop, config(**{"runtime.restarts": 2}), processes=1)
+    assert found.passed, found
+
+
 def test_a_loop_that_forgets_where_it_was_is_found_out() -> None:
     assert nb.verify.resume(own_loop, config(), processes=1).passed
     found = nb.verify.resume(own_loop, config(**{"model.forgets": 1}), processes=1)
