@@ -333,8 +333,8 @@ def start_failure(
 ) -> Failure:
     """Return the failure for ranks that block while they load the training function."""
     error = WorkerHung(
-        f"{_names(blocked)} did not start: for {timeout:g} s it was idle while it loaded the "
-        f"training function and the modules that this imports\n"
+        f"{_names(blocked)} did not start: idle for {timeout:g} s while loading the training "
+        f"function and the modules that it imports\n"
         f"{format_states(blocked, stacks)}",
         allowed="modules that load without waiting for a lock, a download or a disk for longer "
         "than runtime.hang_timeout",
@@ -349,9 +349,9 @@ def deadlock_failure(waiting: list[RankView], over: list[RankView], paths: RunPa
     if over:
         what = "a rank waits for a rank that has returned: "
     calls = [f"rank {rank.rank} {_state(rank)}" for rank in [*waiting, *over]]
-    forks = _where_stacks_fork(waiting)
+    differences = _first_difference(waiting)
     error = WorkerHung(
-        what + "; ".join(calls) + "".join(f"\n  {line}" for line in forks),
+        what + "; ".join(calls) + "".join(f"\n  {line}" for line in differences),
         allowed=_TOGETHER_CALLS,
         do=f"at these lines or before them, find a call that only some ranks make, for example "
         f"under `if ctx.is_main:`, and make it on all ranks; {_ALONE}; the ranks' stacks are in "
@@ -406,7 +406,7 @@ def _state(rank: RankView) -> str:
     return f"has started {rank.collectives} collectives"
 
 
-def _where_stacks_fork(ranks: list[RankView]) -> list[str]:
+def _first_difference(ranks: list[RankView]) -> list[str]:
     """Return the first frame in which each rank differs, if the user's line is the same for all.
 
     The ranks are then in one call of a library, which does different things on them.
@@ -415,7 +415,8 @@ def _where_stacks_fork(ranks: list[RankView]) -> list[str]:
         return []
     for frames in itertools.zip_longest(*(rank.stack for rank in ranks), fillvalue="(no frame)"):
         if len(set(frames)) > 1:
-            return [f"rank {r.rank}: {frame}" for r, frame in zip(ranks, frames, strict=True)]
+            pairs = zip(ranks, frames, strict=True)
+            return [f"rank {rank.rank}: {frame}" for rank, frame in pairs]
     return []
 
 

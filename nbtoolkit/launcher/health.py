@@ -63,7 +63,7 @@ class HangDetector:
             # waits on a GPU spins.
             busy = abs(used - self._cpu[rank]) >= least and not self._is_ahead(view)
             # After a gap (this process got no CPU, or the machine slept) nothing is known.
-            if busy or view.long or gap > _UNSEEN_SECONDS or self._has_read(view):
+            if busy or view.long or gap > _UNSEEN_SECONDS or self._has_done_io(view):
                 self.idle_since[rank] = now
             self._cpu[rank] = used
         self._sampled_at = now
@@ -103,7 +103,7 @@ class HangDetector:
         """True if the rank has started a collective that another rank has not."""
         return rank.collectives > min(other.collectives for other in self._worker_group.ranks)
 
-    def _has_read(self, rank: RankView) -> bool:
+    def _has_done_io(self, rank: RankView) -> bool:
         """True if a rank that loads the function has read or written since the last call.
 
         A slow disk needs little CPU. Later the user's threads may write, whatever the rank does.
@@ -149,7 +149,7 @@ class HangDetector:
         for rank, used in self._cpu_seconds().items():
             self._cpu[rank] += used - before[rank]
         for view in self._worker_group.ranks:
-            self._has_read(view)
+            self._has_done_io(view)
         return {rank: _tail(self._paths.stacks(rank), mark) for rank, mark in marks.items()}
 
     def _cpu_seconds(self) -> dict[int, float]:
@@ -240,7 +240,7 @@ MISSING_SECONDS = 4.0
 _STARTING = {
     "none": "its process has not come up",
     "started": "it waits to join the process group",
-    "group": "it loads the training function and the modules that this imports",
+    "group": "it loads the training function and the modules that it imports",
 }
 
 

@@ -126,15 +126,6 @@ class Preloader:
         """Return True while the first branch for an environment imports."""
         return self._branch is None and self._next_branch is not None and key == self._key
 
-    def state(self, key: str) -> tuple[object, ...]:
-        """Return a value that changes when new ranks would have imported other modules."""
-        return self.branch_for(key), _installed_state()
-
-    @property
-    def importing(self) -> bool:
-        """True while a branch imports."""
-        return self._next_branch is not None
-
     def drop(self) -> None:
         """Retire all branches; they exit after their last agent."""
         for sock in (self._branch, self._next_branch):

@@ -1,4 +1,4 @@
-"""Run the process of a supervisor: its event loop, and its main function :func:`supervise`.
+"""Run the process of a supervisor, whose main function is :func:`supervise`, and its event loop.
 
 A scheduler's process (search/scheduler.py) has the same loop.
 """

@@ -1,4 +1,4 @@
-"""Divide batches among the ranks: each sample goes to one rank, and none is repeated.
+"""Divide batches among the ranks, such that each sample goes to one rank.
 
 batches of 4, 9 samples    0 1 2 3 | 4 5 6 7 8      a rest smaller than the ranks joins the last
 rank 0 of 2                0 1     | 4 5
