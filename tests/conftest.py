@@ -161,14 +161,14 @@ def somebody_watches() -> Iterator[None]:
 
 def _shut_forkserver() -> None:
     """End the fork server that the first nb.launch of this process keeps warm, if there was one."""
-    forkserver = sys.modules.get("nbtoolkit.launcher.forkserver_client")
+    forkserver = sys.modules.get("nbtoolkit.launcher.fork_servers")
     if forkserver is not None:
         forkserver.shutdown()
 
 
 def _kept_warm() -> set[int]:
     """The fork servers' own processes: this process's, and those of kernels that tests share."""
-    forkserver, kernels = map(sys.modules.get, ("nbtoolkit.launcher.forkserver_client", "kernels"))
+    forkserver, kernels = map(sys.modules.get, ("nbtoolkit.launcher.fork_servers", "kernels"))
     warm = forkserver.pids() if forkserver is not None else set()
     return warm.union(*(kernel.warm() for kernel in kernels.SHARED)) if kernels else warm
 

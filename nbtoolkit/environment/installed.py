@@ -12,7 +12,7 @@ import shlex
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -26,6 +26,10 @@ _IRRELEVANT = frozenset(
     {"PWD", "OLDPWD", "_", "SHLVL", "COLUMNS", "LINES", "JPY_PARENT_PID", "JPY_SESSION_NAME"}
     | {"PYTEST_CURRENT_TEST"}
 )
+
+
+# More do not fit into an argument of a process (128 KiB on Linux).
+_MOST_MODULES = 1000
 
 
 # Cached, since it takes 3 ms and every rank needs it.
@@ -62,15 +66,11 @@ def _is_set_by_library(name: str, value: str) -> bool:
 
 
 class ImportRecorder:
-    """Import finder of a rank that reports installed packages as their import starts.
+    """Import finder of a rank that notes which installed packages are imported."""
 
-    Args:
-        report: called with the names of imported modules.
-    """
-
-    def __init__(self, report: Callable[[list[str]], None]) -> None:
-        self._report, self._roots = report, installed_roots()
-        self._reported: set[str] = set()
+    def __init__(self) -> None:
+        self._roots = installed_roots()
+        self._noted: list[str] = []
         # Starts empty: looking through sys.modules would copy 2,000 pages that are shared with the
         # fork server, which takes 6 ms.
         self._seen: set[str] = set()
@@ -78,15 +78,14 @@ class ImportRecorder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module as the other finders do, and report it if it is imported."""
+        """Find a module as the other finders do, and note it if it is imported."""
         if not _is_import():
             return None
         root, dot, _ = name.partition(".")
         if dot:
-            # A lazy part of a package that the fork server has: torch._dynamo takes 1 s when the
-            # first optimizer is created.
+            # A lazy part of a package that the fork server has: torch.compile takes 2 s to import.
             if root not in self._seen and _is_outermost():
-                self._report([name])
+                self._noted.append(name)
             return None
         self._seen.add(name)
         for finder in sys.meta_path:
@@ -96,26 +95,27 @@ class ImportRecorder:
             spec: ModuleSpec | None = find(name, path, target)
             if spec is not None:
                 if spec.origin and spec.origin.startswith(self._roots):
-                    self._reported.add(name)
-                    self._report([name])
+                    self._noted.append(name)
                 return spec
         return None
 
-    def report_submodules(self) -> None:
-        """Report the imported submodules of the reported packages, which may load them lazily."""
-        if not self._reported:
-            return
-        submodules = [
-            name for name in sys.modules if "." in name and name.partition(".")[0] in self._reported
-        ]
-        if submodules:
-            self._report(sorted(submodules)[:2000])
+    def names(self) -> list[str]:
+        """Return the noted modules in the order of their imports, then their imported submodules.
+
+        Packages may load their submodules lazily.
+        """
+        if not self._noted:
+            return []
+        noted = set(self._noted)
+        below = tuple(f"{name}." for name in noted)
+        submodules = [name for name in sys.modules if name.startswith(below) and name not in noted]
+        return [*self._noted, *sorted(submodules)][:_MOST_MODULES]
 
 
 def _is_import() -> bool:
     """Return whether a module is imported, not only searched for (importlib.util.find_spec).
 
-    torch._dynamo searches for pandas and scikit-learn; a branch would take 1.6 s to import them.
+    torch._dynamo searches for pandas and scikit-learn; their import takes 1.6 s.
     """
     # Frames: this function, ImportRecorder.find_spec, the import system's _find_spec, its caller.
     caller = sys._getframe(3)

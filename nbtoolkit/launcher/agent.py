@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from nbtoolkit.environment.variables import apply_environment
 from nbtoolkit.run import messages
 from nbtoolkit.run.payload import JobSpec, PackedFunction, load_function, unpack
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.run.transport import Connection, GroupDescriptors
 from nbtoolkit.worker.main import RankJob, run_rank, write_output_to
 
 if TYPE_CHECKING:
@@ -29,28 +29,33 @@ LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.01
 
 
-def run_agent(message: messages.ForkAgent) -> None:
-    """Start the ranks, wait for their end, and report it; the main function of an agent."""
-    given = message.descriptors
-    packed, spec = unpack(given.payload, PackedFunction), unpack(given.spec, JobSpec)
-    line = Connection(socket.socket(fileno=given.group.agent))
+def run_agent(descriptors: list[int]) -> None:
+    """Start the ranks, wait for their end, and report it; the main function of an agent.
+
+    Args:
+        descriptors: the packed function, the packed JobSpec, and the ends of the connections.
+    """
+    payload, packed_spec, *ends = descriptors
+    packed, spec = unpack(payload, PackedFunction), unpack(packed_spec, JobSpec)
+    group = GroupDescriptors.of(ends)
+    line = Connection.inherited(group.agent)
     write_output_to(spec.paths.agent_log)
     apply_environment(packed.environment, spec.plan, spec.paths.folder)
     # elastic leaves a log folder in the temporary folder; the supervisor removes this one.
     spec.paths.elastic.mkdir(parents=True, exist_ok=True)
     tempfile.tempdir = str(spec.paths.elastic)
-    load = partial(load_function, given.payload, packed)
-    job = RankJob(spec=spec, load=load, group=given.group)
-    line.send(launch_ranks(job, message.port))
+    load = partial(load_function, payload, packed)
+    job = RankJob(spec=spec, load=load, group=group)
+    line.send(launch_ranks(job))
 
 
-def launch_ranks(job: RankJob, port: int) -> messages.AgentResult:
+def launch_ranks(job: RankJob) -> messages.AgentResult:
     """Call notebook_launcher; return the message that tells the supervisor how the ranks ended."""
     from accelerate import notebook_launcher
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(plain_record)
-    plan = job.spec.plan
+    plan, port = job.spec.plan, job.spec.port
     try:
         store = _loopback_store(port) if plan.processes > 1 else None  # until the ranks end
         notebook_launcher(

@@ -1,245 +1,210 @@
-"""Run the fork server, a clean interpreter that forks supervisors and agents.
+"""Run the fork server, a clean interpreter that forks all other processes but the ranks.
 
-It forks supervisors (one per run) for the kernel, agents (one per worker group) for supervisors,
-and one tracking service. It has no threads of its own, never computes, never touches a device and
-never imports anything from the working directory. When the kernel's socket closes it accepts no
-more runs, and it exits after its last child.
+It knows one request: fork this main function with these descriptors. Its clients are the kernel,
+and the supervisors and schedulers that it has forked for the kernel. Agents (one per group of
+ranks) are forked for supervisors and schedulers. It has no threads of its own, never computes,
+never touches a device and never imports anything from the working directory.
+
+When the kernel's connection closes it goes on for its other clients, and ends after the last one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
+import json
 import os
-import select
-import socket
+import selectors
+import signal
+import sys
 import warnings
-from dataclasses import dataclass, field, replace
-from importlib import import_module
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pkgutil import resolve_name
 
-from nbtoolkit.launcher.preload import FIRST, Preloader, fork_agent, preload
+from nbtoolkit.launcher.preload import import_installed, import_late, preload
 from nbtoolkit.run import messages
 from nbtoolkit.run.signals import ignore_warning_signals
-from nbtoolkit.run.transport import packet_pair, receive_packet, send_enclosed, send_packet
-from nbtoolkit.worker.forking import Forker, close_all, kill_group
+from nbtoolkit.run.transport import Connection
+from nbtoolkit.worker.forking import close_all, die_with_parent, kill_group, run_and_exit
 
-# By name, which imports nothing of the packages above this one.
-TRACKING = "nbtoolkit.tracking.service:run_service"
-"""The main function of the tracking service."""
-
-
-@dataclass
-class Supervisor:
-    """A supervisor process: the socket for its requests, and the pids of its agents."""
-
-    socket: socket.socket
-    agents: set[int] = field(default_factory=set)
+QUIET_SECONDS = 0.1
+"""Seconds without a request after which it imports what ranks need soon (see preload.py)."""
 
 
-class ForkServer(Forker):
-    """Accepts requests from the kernel and from supervisors, and forks and reaps processes."""
+@dataclass(eq=False)
+class Client:
+    """A process that asks for forks, with the connection to it."""
 
-    def __init__(self, kernel: socket.socket) -> None:
-        super().__init__()
-        self._kernel: socket.socket | None = kernel
-        self._supervisors: dict[int, Supervisor] = {}
-        self._agents: dict[int, int] = {}  # pid of an agent -> pid of its supervisor
-        # Token of a request to a branch -> pid of the supervisor, and the supervisor's ticket.
-        self._tokens: dict[int, tuple[int, int]] = {}
-        # Requests that wait for the first branch: pid of the supervisor, and its message.
-        self._waiting: list[tuple[int, messages.ForkAgent]] = []
-        self._tracking: socket.socket | None = None
-        self._tracking_pid: int | None = None
-        self._preloader = Preloader(self)
-        self.listen(kernel, self._from_kernel)
+    line: Connection
+
+
+@dataclass(frozen=True)
+class Child:
+    """A forked process: who has asked for it, and whether it leads a process group."""
+
+    client: Client
+    leads: bool
+
+
+class ForkServer:
+    """Forks and reaps processes for its clients.
+
+    Args:
+        kernel: the connection to the first client.
+    """
+
+    def __init__(self, kernel: Connection) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._clients: set[Client] = set()
+        self._children: dict[int, Child] = {}
+        self._wakeup_read, self._wakeup_write = os.pipe()
+        os.set_blocking(self._wakeup_write, False)
+        os.set_blocking(self._wakeup_read, False)
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._selector.register(self._wakeup_read, selectors.EVENT_READ, self._reap)
+        self._add(kernel)
 
     def serve(self) -> None:
-        """Accept, fork and reap until kernel, supervisors and tracking service are gone."""
-        while self._kernel is not None or self._supervisors or self._tracking_pid is not None:
-            self.turn()
-            if self._kernel is None and not self._supervisors:
-                # Detached runs have ended too: the service writes what is left, and exits.
-                self._end_tracking()
+        """Fork and reap until the last client is gone, and the process groups with it."""
+        forked_before = len(self._children)
+        imported_late = False
+        while self._clients or self._leaders():
+            # Not before the first launch has its ranks: it would wait for the import.
+            due = not imported_late and len(self._children) > forked_before
+            if not self.turn(QUIET_SECONDS if due else None):
+                import_late()
+                imported_late = True
 
-    # --- requests ---
+    def turn(self, seconds: float | None = None) -> bool:
+        """Wait for events, at most ``seconds`` (None: no limit); return whether any came."""
+        events = self._selector.select(seconds)
+        for key, _ in events:
+            # Handling one event may have closed the connection of another.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data()
+        return bool(events)
 
-    def _from_kernel(self) -> None:
-        assert self._kernel is not None
-        packet = receive_packet(self._kernel)
-        if packet is None:
-            self.forget(self._kernel)
-            self._kernel.close()
-            self._kernel = None
-            return
-        match packet:
-            case messages.ForkSupervisor():
-                self._start_supervisor(packet)
-            case messages.ImportModules():
-                self._preloader.request(packet.names, packet.environ)
-            case messages.PreloadModules():
-                self._preload(packet.names)
-            case messages.TrackRun():
-                self._track(packet)
-            case messages.ListProcesses():
-                tracking = [self._tracking_pid] if self._tracking_pid is not None else []
-                pids = [os.getpid(), *tracking, *self._preloader.pids]
-                send_packet(self._kernel, messages.ProcessList(pids=pids))
+    # --- clients ---
 
-    def _preload(self, names: list[str]) -> None:
-        """Import modules for schedulers, and call functions (``"module:function"``) of theirs.
+    def _add(self, line: Connection) -> None:
+        client = Client(line)
+        self._clients.add(client)
+        self._selector.register(line, selectors.EVENT_READ, lambda: self._receive(client))
 
-        Otherwise each scheduler would spend a second on it.
-        """
-        gc.disable()
-        for name in names:
-            if ":" in name:
-                resolve_name(name)()
-            else:
-                import_module(name)
-        gc.freeze()
-        gc.enable()
-        assert self._kernel is not None
-        send_packet(self._kernel, messages.ModulesPreloaded())
+    def _receive(self, client: Client) -> None:
+        match client.line.receive():
+            case None:
+                self._remove(client)
+            case messages.Fork() as request:
+                self._fork(client, request)
+            case messages.ClientAdded() as added:
+                self._add(Connection.inherited(added.descriptors[0]))
+            case messages.HandOver() as request:
+                self._hand_over(client, request)
 
-    def _start_supervisor(self, message: messages.ForkSupervisor) -> None:
-        ours, theirs = packet_pair()
-
-        def child() -> None:
-            # An open copy in the supervisor would hide the end of the fork server from it.
-            ours.close()
-            resolve_name(message.main)(theirs, message)
-
-        pid = self.fork(child, keep=[theirs.fileno(), *message.descriptors.numbers()])
-        theirs.close()
-        self._supervisors[pid] = Supervisor(ours)
-        self.listen(ours, lambda: self._from_supervisor(pid))
-        close_all(message.descriptors.numbers())
-        if self._kernel is not None:
-            send_packet(self._kernel, messages.SupervisorForked())
-
-    def _from_supervisor(self, supervisor: int) -> None:
-        sock = self._supervisors[supervisor].socket
-        packet = receive_packet(sock)
-        if packet is None:
-            self.forget(sock)
-            return
-        match packet:
-            case messages.ForkAgent():
-                self._fork_agent(supervisor, packet)
-            case messages.ImportModules():
-                self._preloader.request(packet.names, packet.environ)
-
-    def _read_last_requests(self, supervisor: int) -> None:
-        """Read what a supervisor has sent just before its end.
-
-        On a busy machine both are seen in the same turn, and the end may come first. The ranks
-        that the supervisor asked for would never start.
-        """
-        poller = select.poll()
-        poller.register(self._supervisors[supervisor].socket, select.POLLIN)
-        while poller.poll(0):
-            packet = receive_packet(self._supervisors[supervisor].socket)
-            match packet:
-                case None:
-                    return
-                case messages.ForkAgent():
-                    close_all(packet.descriptors.numbers())
-                case messages.ImportModules():
-                    self._preloader.request(packet.names, packet.environ)
-
-    def _fork_agent(self, supervisor: int, message: messages.ForkAgent) -> None:
-        if message.patient and self._preloader.first_branch_is_starting(message.environment):
-            self._waiting.append((supervisor, message))
-            return
-        branch = self._preloader.branch_for(message.environment)
-        token = max(self._tokens, default=0) + 1
-        if branch is not None and send_packet(branch, replace(message, ticket=token)):
-            self._tokens[token] = supervisor, message.ticket
-            close_all(message.descriptors.numbers())
-        else:
-            self._agent_forked(supervisor, message.ticket, fork_agent(self, message))
-
-    def start_tracking(self) -> None:
-        """Fork the tracking service."""
-        self._tracking, theirs = packet_pair()
-        self._tracking_pid = self.fork(
-            lambda: resolve_name(TRACKING)(theirs), keep=[theirs.fileno()]
-        )
-        theirs.close()
-
-    def _track(self, message: messages.TrackRun) -> None:
-        if self._tracking is None:
-            self.start_tracking()
-        assert self._tracking is not None
-        if not send_enclosed(self._tracking, message):  # it died; the next request starts a new one
-            self._end_tracking()
-
-    def _end_tracking(self) -> None:
-        if self._tracking is not None:
-            self._tracking.close()
-            self._tracking = None
-
-    # --- agents, of this process and of branches ---
-
-    def fork_waiting(self) -> None:
-        """Fork the agents that waited for the first branch, which is ready or has ended."""
-        while self._waiting:
-            supervisor, message = self._waiting.pop(0)
-            self._fork_agent(supervisor, replace(message, patient=False))
-
-    def branch_forked(self, token: int, pid: int) -> None:
-        """Note the agent that a branch has forked."""
-        self._agent_forked(*self._tokens.pop(token), pid)
-
-    def _agent_forked(self, supervisor: int, ticket: int, pid: int) -> None:
-        if supervisor not in self._supervisors:
+    def _remove(self, client: Client) -> None:
+        """Forget a client whose end is closed, and kill the process groups that it asked for."""
+        self._clients.discard(client)
+        self._selector.unregister(client.line)
+        client.line.close()
+        for pid in self._leaders(client):
             kill_group(pid)
-            return
-        self._agents[pid] = supervisor
-        self._supervisors[supervisor].agents.add(pid)
-        send_packet(
-            self._supervisors[supervisor].socket, messages.AgentForked(ticket=ticket, pid=pid)
-        )
 
-    def agent_ended(self, pid: int, code: int) -> None:
-        """Report the exit of an agent to its supervisor."""
-        supervisor = self._supervisors.get(self._agents.pop(pid, -1))
-        if supervisor is not None:
-            supervisor.agents.discard(pid)
-            send_packet(supervisor.socket, messages.AgentExited(pid=pid, code=code))
+    def _hand_over(self, kernel: Client, request: messages.HandOver) -> None:
+        """Connect all clients but the kernel with the next fork server."""
+        (fd,) = request.descriptors
+        successor = Connection.inherited(fd)
+        for client in self._clients - {kernel}:
+            here, there = Connection.pair()
+            successor.send(messages.ClientAdded(descriptors=[here.fileno()]))
+            changed = messages.ServerChanged(
+                environment=request.environment, descriptors=[there.fileno()]
+            )
+            client.line.send(changed)
+            here.close()
+            there.close()
+        successor.close()
 
-    # --- callbacks of the base class ---
+    # --- processes ---
 
-    def ended(self, pid: int, code: int) -> None:
-        """Clean up after an agent, a supervisor or the tracking service."""
-        if pid in self.leaders:
-            self.agent_ended(pid, code)
-        elif pid in self._supervisors:
-            self._read_last_requests(pid)
-            supervisor = self._supervisors.pop(pid)
-            for agent in supervisor.agents:
-                kill_group(agent)
-            self.forget(supervisor.socket)
-            supervisor.socket.close()
-        elif pid == self._tracking_pid:
-            self._tracking_pid = None
-            self._end_tracking()
+    def _fork(self, client: Client, request: messages.Fork) -> None:
+        given = request.descriptors
+        if request.group:
+            pid = self._fork_child(request, given)
+        else:
+            here, there = Connection.pair()
+            pid = self._fork_child(request, [there.fileno(), *given])
+            there.close()
+            self._add(here)
+        close_all(given)
+        self._children[pid] = Child(client, leads=request.group)
+        client.line.send(messages.Forked(pid=pid))
 
-    def descriptors(self) -> list[int]:
-        """Return the descriptors that children must not inherit."""
-        tracking = [self._tracking.fileno()] if self._tracking is not None else []
-        waiting = [fd for _, message in self._waiting for fd in message.descriptors.numbers()]
-        supervisors = [supervisor.socket.fileno() for supervisor in self._supervisors.values()]
-        return [*supervisors, *tracking, *waiting, *self._preloader.descriptors]
+    def _fork_child(self, request: messages.Fork, fds: list[int]) -> int:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            run_and_exit(lambda: self._be_child(request, fds))
+        if request.group:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.setpgid(pid, pid)  # the child does so, too: either may be first
+        return pid
+
+    def _be_child(self, request: messages.Fork, fds: list[int]) -> None:
+        """Be the new process: leave everything of the fork server, and call the main function."""
+        gc.enable()  # disabled while the fork server imports
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if request.group:
+            os.setpgid(0, 0)
+            die_with_parent(signal.SIGKILL)
+        # An open copy of a connection would hide the end of the fork server.
+        others = {self._wakeup_read, self._wakeup_write}
+        others |= {key.fd for key in self._selector.get_map().values()}
+        self._selector.close()
+        close_all(sorted(others - set(fds)))
+        resolve_name(request.main)(fds)
+
+    def _leaders(self, client: Client | None = None) -> list[int]:
+        """Return the processes that lead a group, of one client or of all."""
+        return [
+            pid
+            for pid, child in self._children.items()
+            if child.leads and client in (None, child.client)
+        ]
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wakeup_read, 4096)
+        while True:
+            try:
+                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if info is None:
+                return
+            child = self._children.pop(info.si_pid)
+            # Before it is reaped, its pid cannot belong to another process: kill its group now, the
+            # ranks and DataLoader workers that have outlived their agent.
+            if child.leads:
+                kill_group(info.si_pid)
+            _, status = os.waitpid(info.si_pid, 0)
+            if child.client in self._clients:
+                code = os.waitstatus_to_exitcode(status)
+                child.client.line.send(messages.Ended(pid=info.si_pid, code=code))
 
 
-def main(kernel_fd: int, tracking: bool) -> None:
+def main(kernel_fd: int, names: str) -> None:
     """Run the fork server; the main function of its process.
 
     Args:
         kernel_fd: the inherited socket to the kernel.
-        tracking: start the tracking service first; it imports MLflow while this process imports
-            torch.
+        names: modules of installed packages to import, besides what every launch needs; JSON.
     """
     # Python 3.12 warns about a fork in a process with threads. NumPy's idle BLAS threads are
     # harmless (see fork_probe.py).
@@ -247,15 +212,34 @@ def main(kernel_fd: int, tracking: bool) -> None:
     # A cluster's warning is for the kernel and the supervisors, with which this process ends.
     ignore_warning_signals()
     gc.disable()  # during the imports: it would traverse the same objects again and again
-    kernel = socket.socket(fileno=kernel_fd)
-    forkserver = ForkServer(kernel)
-    if tracking:
-        forkserver.start_tracking()
-    preload(FIRST)
-    # A branch imports what is requested already, in parallel with the rest here.
-    forkserver.turn(0.0)
+    kernel = Connection.inherited(kernel_fd)
+    server = ForkServer(kernel)
+    server.turn(0.0)  # the tracking service imports MLflow while this process imports torch
     preload()
-    send_packet(kernel, messages.ServerReady())
+    modules = json.loads(names)
+    spoiled_by = ""
+    if modules:
+        with _ending_with(kernel):
+            spoiled_by = import_installed(modules)
+    kernel.send(messages.ServerReady(spoiled_by=spoiled_by))
+    if spoiled_by:
+        return
     gc.freeze()  # children share these objects' pages until the collector writes to them
     gc.enable()
-    forkserver.serve()
+    server.serve()
+
+
+@contextlib.contextmanager
+def _ending_with(line: Connection) -> Iterator[None]:
+    """End this process as soon as the other end closes, also in an import that never ends.
+
+    Otherwise it would outlive a kernel that is killed while this process imports.
+    """
+    flags = fcntl.fcntl(line, fcntl.F_GETFL)
+    fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
+    # SIGIO, which ends a process, comes when the other end closes. It sends nothing meanwhile.
+    fcntl.fcntl(line, fcntl.F_SETFL, flags | os.O_ASYNC)
+    try:
+        yield
+    finally:
+        fcntl.fcntl(line, fcntl.F_SETFL, flags)

@@ -1,66 +1,57 @@
-"""Start the fork server at the first launch, keep it warm, and submit runs to it.
-
-The process itself is in forkserver.py.
-"""
+"""Start a fork server, and let it fork processes: the kernel's side of forkserver.py."""
 
 from __future__ import annotations
 
-import atexit
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
+from nbtoolkit.environment.installed import environment_key
 from nbtoolkit.environment.kernel_settings import hash_seed
 from nbtoolkit.environment.resources import STALL_SECONDS, Activity, has_ended, wait_while_active
 from nbtoolkit.errors import LaunchError
+from nbtoolkit.launcher.preload import import_conditions
 from nbtoolkit.run import messages
-from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.signals import without_interrupts
-from nbtoolkit.run.transport import (
-    Connection,
-    packet_pair,
-    receive_packet,
-    send_enclosed,
-    send_packet,
-)
+from nbtoolkit.run.transport import Connection
 
 if TYPE_CHECKING:
     from nbtoolkit.run.resume import RunLock
 
-T = TypeVar("T")
-
 # Characters of the fork server's stderr that an error shows.
 _STDERR_CHARACTERS = 2000
-# Seconds without progress after which the kernel's exit waits no longer for tracking.
-END_SECONDS = 20.0
 
 # `-c` puts the working directory first on sys.path, where a user's random.py would shadow the
 # standard library's.
 _BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.append({home!r}); "
-    "from nbtoolkit.launcher.forkserver import main; main({fd}, {tracking})"
+    "from nbtoolkit.launcher.forkserver import main; main({fd}, sys.argv[1])"
 )
 
 
 class ForkServerClient:
-    """The kernel's side of the fork server.
+    """The kernel's side of a fork server.
 
     Args:
-        tracking: start the tracking service first.
+        names: modules of installed packages that it imports besides what every launch needs.
         stalled: seconds without progress after which a request fails; a slow fork server has all
             the time it needs while it makes progress.
     """
 
-    def __init__(self, *, tracking: bool = False, stalled: float = STALL_SECONDS) -> None:
+    def __init__(self, names: Sequence[str] = (), *, stalled: float = STALL_SECONDS) -> None:
         self.kernel_pid = os.getpid()
-        ours, theirs = packet_pair()
+        self.names = tuple(names)
+        self.environment = environment_key(os.environ)
+        self._conditions = import_conditions(os.environ, self.names)
+        self.line, other_end = Connection.pair()
         home = str(Path(__file__).resolve().parents[2])
         environ = {
             **os.environ,
@@ -72,9 +63,10 @@ class ForkServerClient:
         # Not this process's stderr: a program that reads the kernel's pipes to their end would wait
         # for detached runs too, and a notebook would not show it.
         self._stderr = os.memfd_create("nbtoolkit-forkserver-stderr", os.MFD_CLOEXEC)
+        boot = _BOOT.format(home=home, fd=other_end.fileno())
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT.format(home=home, fd=theirs.fileno(), tracking=tracking)],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-c", boot, json.dumps(self.names)],
+            pass_fds=[other_end.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._stderr,
@@ -82,13 +74,13 @@ class ForkServerClient:
             cwd="/",
             env=environ,
         )
-        theirs.close()
+        other_end.close()
         self._has_ended = partial(has_ended, self._process)
-        self._socket = ours
         self._ready, self._stalled = False, stalled
-        self._detached: list[RunPaths] = []
-        self._preloaded: set[str] = set()
+        self._requests, self._forked = 0, list[int]()
         self._asking = threading.RLock()  # launches may come from several threads
+        self.spoiled_by = ""
+        """The package after whose import it could not fork any more, if it ended for that."""
 
     @property
     def pid(self) -> int:
@@ -99,15 +91,102 @@ class ForkServerClient:
         """Return True if it can start runs."""
         return self._process.poll() is None
 
-    def run(
-        self,
-        main: str,
-        payload: int,
-        request: int,
-        lock: RunLock,
-        *,
-        detached: bool,
-    ) -> Connection:
+    def fits(self) -> bool:
+        """Return True if its imports are those that a new one would make now."""
+        return self._conditions == import_conditions(os.environ, self.names)
+
+    def is_ready(self) -> bool:
+        """Return True if it has started; does not wait."""
+        with self._asking:
+            for message in [] if self._ready else self.line.drain():
+                self._note(message)
+        return self._ready
+
+    def fork(self, main: str, descriptors: list[int]) -> int:
+        """Fork a process, and wait until it exists.
+
+        Args:
+            main: its main function, as ``"module:function"``; receives a list of descriptors: of
+                its connection to the fork server, and copies of ``descriptors``.
+            descriptors: they stay open here.
+
+        Returns:
+            Its pid.
+
+        Raises:
+            LaunchError: the fork server did not start, or died.
+        """
+        with self._asking:
+            self.wait_until_ready()
+            request = self.fork_soon(main, descriptors)
+            return self.pid_of(request)
+
+    def fork_soon(self, main: str, descriptors: list[int]) -> int:
+        """Let a fork server that is starting fork a process; return a number for :meth:`pid_of`."""
+        with self._asking:
+            if self.line.closed:
+                raise exiting_error()
+            self.line.send(messages.Fork(main=main, group=False, descriptors=descriptors))
+            self._requests += 1
+            return self._requests
+
+    def pid_of(self, request: int) -> int:
+        """Return the pid of the process of a request; wait until it is forked.
+
+        Raises:
+            LaunchError: the fork server did not start, or died.
+        """
+        with self._asking:
+            # The answers come in the order of the requests. An interrupt may have kept an earlier
+            # request from reading its answer.
+            self._wait_until(lambda: len(self._forked) >= request)
+            return self._forked[request - 1]
+
+    def hand_over(self, successor: ForkServerClient) -> None:
+        """Let its clients ask the next fork server from now on."""
+        with self._asking:
+            self.line.send(
+                messages.HandOver(
+                    environment=successor.environment, descriptors=[successor.line.fileno()]
+                )
+            )
+
+    def disconnect(self) -> None:
+        """Ask nothing any more; it ends after its last run."""
+        if not self.line.closed:
+            self.line.close()
+            os.close(self._stderr)
+
+    def wait_for_end(self, stalled: float) -> None:
+        """Wait for its end.
+
+        Args:
+            stalled: seconds without progress after which the wait ends.
+        """
+        awaited = f"the fork server (process {self.pid}) to end"
+        if not wait_while_active(self._has_ended, Activity(self.pid), awaited, stalled=stalled):
+            print(
+                f"the fork server (process {self.pid}) has not ended: no progress for "
+                f"{stalled:g} s",
+                file=sys.stderr,
+            )
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.disconnect()
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def wait_until_ready(self) -> None:
+        """Wait until it can fork.
+
+        Raises:
+            LaunchError: it did not start.
+        """
+        with self._asking:
+            self._wait_until(lambda: self._ready)
+
+    def start(self, main: str, payload: int, request: int, lock: RunLock) -> Connection:
         """Start a supervisor for a run, or a scheduler for a search.
 
         Args:
@@ -115,7 +194,6 @@ class ForkServerClient:
             payload: descriptor of the packed training function.
             request: descriptor of the packed request.
             lock: the folder's lock.
-            detached: True if it outlives this process.
 
         Returns:
             The connection to it.
@@ -123,190 +201,74 @@ class ForkServerClient:
         Raises:
             LaunchError: the fork server did not start, or died.
         """
-        ours, theirs = Connection.pair()
+        ours, other_end = Connection.pair()
         try:
-            descriptors = messages.SupervisorDescriptors(
-                payload=payload,
-                request=request,
-                connection=theirs.fileno(),
-                lock=lock.fileno(),
-            )
-            message = messages.ForkSupervisor(main=main, detached=detached, descriptors=descriptors)
-            self._ask(message, messages.SupervisorForked)
+            self.fork(main, [payload, request, other_end.fileno(), lock.fileno()])
         except BaseException:
             # A traceback that the notebook keeps would hold it open, and the supervisor would wait.
             ours.close()
             raise
         finally:
-            theirs.close()
+            other_end.close()
         return ours
-
-    def preload(self, names: list[str]) -> None:
-        """Import modules for schedulers and call functions (``"module:function"``), once each.
-
-        Raises:
-            LaunchError: the fork server did not start, or died.
-        """
-        if new := [name for name in names if name not in self._preloaded]:
-            self._ask(messages.PreloadModules(names=new), messages.ModulesPreloaded)
-            self._preloaded.update(new)
-
-    def import_ahead(self, names: list[str], environ: Mapping[str, str]) -> None:
-        """Import modules for ranks in the background, without waiting for them."""
-        with self._asking:
-            if self._socket.fileno() < 0:
-                raise _exiting_error()
-            request = messages.ImportModules(names=names, environ=dict(environ))
-            send_enclosed(self._socket, request)
-
-    def track(self, folder: Path) -> int:
-        """Track a run's events; return the pid of the fork server, below which tracking runs."""
-        with self._asking:
-            self._wait_ready()
-            request = messages.TrackRun(folder=str(folder), environ=dict(os.environ))
-            send_enclosed(self._socket, request)
-        return self.pid
-
-    def let_outlive(self, run: RunPaths) -> None:
-        """Register a detached run: while it runs, this kernel's exit does not wait."""
-        self._detached.append(run)
-
-    def warm_pids(self) -> set[int]:
-        """Return the pids of the processes that live between launches."""
-        return set(self._ask(messages.ListProcesses(), messages.ProcessList).pids)
-
-    def close(self, stalled: float = END_SECONDS) -> None:
-        """Disconnect, and wait for its end unless a detached run keeps it alive.
-
-        Args:
-            stalled: seconds without progress after which the wait ends.
-        """
-        self._disconnect()
-        if any(run.owned() for run in self._detached):
-            return
-        what = f"the fork server (process {self.pid}) to end: tracking writes what has ended"
-        if not wait_while_active(self._has_ended, Activity(self.pid), what, stalled=stalled):
-            print(
-                f"the fork server (process {self.pid}) has not ended: no progress for "
-                f"{stalled:g} s; nbtoolkit.tracking.replay(folder) writes what tracking has not "
-                "written of a run",
-                file=sys.stderr,
-            )
-
-    def kill(self) -> None:
-        """End it at once."""
-        self._disconnect()
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-
-    def _disconnect(self) -> None:
-        if self._socket.fileno() >= 0:
-            self._socket.close()
-            os.close(self._stderr)
 
     def _stderr_tail(self) -> str:
         text = os.pread(self._stderr, 1 << 20, 0).decode(errors="replace").rstrip()
         return f"; its last output:\n{text[-_STDERR_CHARACTERS:]}" if text else ""
 
-    def _ask(self, request: messages.Message, kind: type[T]) -> T:
-        with self._asking:
-            if self._socket.fileno() < 0:
-                raise _exiting_error()
-            self._wait_ready()
-            send_packet(self._socket, request)
-            while not isinstance(answer := self._receive(), kind):
-                pass  # an interrupt kept an earlier request from reading its answer
-            return answer
-
-    def _wait_ready(self) -> None:
-        while not self._ready:
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        """Receive messages until one of them has what the caller waits for."""
+        while not done():
             self._receive()
 
-    def _receive(self) -> messages.Message:
-        poller = select.poll()  # select() refuses descriptors above 1023
-        poller.register(self._socket, select.POLLIN)
-        what = f"the fork server (process {self.pid}) to {'answer' if self._ready else 'start'}"
+    def _receive(self) -> None:
+        awaited = f"the fork server (process {self.pid}) to {'answer' if self._ready else 'start'}"
         # Once it has started, its descendants are runs, whose progress is not its own.
         activity = Activity(self.pid, descendants=not self._ready)
-        packet = None
-        if wait_while_active(
-            lambda seconds: poller.poll(seconds * 1000), activity, what, stalled=self._stalled
-        ):
+        in_time = wait_while_active(self._message_waits, activity, awaited, stalled=self._stalled)
+        received = False
+        if in_time:
             # An interrupt between the two would lose ServerReady, for which the next call waits.
             with without_interrupts():
-                packet = receive_packet(self._socket)
-                self._ready |= isinstance(packet, messages.ServerReady)
-            end = "closed its connection"
-        else:
+                message = self.line.receive()
+                self._note(message)
+            received = message is not None
+        if not received:
+            self._refuse(awaited, in_time)
+
+    def _message_waits(self, seconds: float) -> bool:
+        poller = select.poll()  # select() refuses descriptors above 1023
+        poller.register(self.line, select.POLLIN)
+        return bool(poller.poll(seconds * 1000))
+
+    def _note(self, message: messages.Message | None) -> None:
+        match message:
+            case messages.ServerReady():
+                self.spoiled_by = message.spoiled_by
+                self._ready = not message.spoiled_by
+            case messages.Forked():
+                self._forked.append(message.pid)
+
+    def _refuse(self, awaited: str, in_time: bool) -> NoReturn:
+        end = "closed its connection"
+        if not in_time:
             end = f"does not answer: no progress for {self._stalled:g} s"
-        if packet is None:
-            # Its socket closes a moment before the process ends.
-            if wait_while_active(self._has_ended, Activity(self.pid), what, stalled=1.0):
-                end = f"ended with code {self._process.poll()}"
-            tail = self._stderr_tail()
-            self.kill()
-            raise LaunchError(
-                f"the fork server process {end}{tail}",
-                allowed="a slow start, as long as the process uses CPU or does I/O",
-                do="launch again (this starts a new one); if it fails again, see nb.doctor()",
-            )
-        return packet
+        # Its socket closes a moment before the process ends.
+        if wait_while_active(self._has_ended, Activity(self.pid), awaited, stalled=1.0):
+            end = f"ended with code {self._process.poll()}"
+        tail = self._stderr_tail()
+        self.kill()
+        raise LaunchError(
+            f"the fork server process {end}{tail}",
+            allowed="a slow start, as long as the process uses CPU or does I/O",
+            do="launch again (this starts a new one); if it fails again, see nb.doctor()",
+        )
 
 
-_current: ForkServerClient | None = None
-_starting = threading.Lock()
-_exiting = False
-
-
-def _own() -> ForkServerClient | None:
-    """Return the fork server that this process has started; a forked child of it has none yet."""
-    return _current if _current is not None and _current.kernel_pid == os.getpid() else None
-
-
-def fork_server(*, tracking: bool = False) -> ForkServerClient:
-    """Return this kernel's fork server; start one if there is none.
-
-    Args:
-        tracking: a new fork server starts the tracking service first.
-    """
-    global _current
-    with _starting:
-        if _exiting:
-            raise _exiting_error()
-        server = _own()
-        if server is None or not server.alive():
-            if server is not None:
-                server.kill()
-            if _current is None:
-                atexit.register(_shut_down_at_exit)
-            server = _current = ForkServerClient(tracking=tracking)
-        return server
-
-
-def _shut_down_at_exit() -> None:
-    """Shut down at exit, and keep daemon threads from starting another fork server."""
-    global _exiting
-    _exiting = True
-    shutdown()
-
-
-def _exiting_error() -> LaunchError:
+def exiting_error() -> LaunchError:
+    """Return the error of a launch that comes too late."""
     return LaunchError(
         "this process is exiting: its fork server has shut down",
         allowed="launches before the main thread has ended",
         do="join the launching thread before the main thread ends, or launch in another process",
     )
-
-
-def shutdown() -> None:
-    """Shut down this kernel's fork server, if there is one; the next launch starts a new one."""
-    global _current
-    if (server := _own()) is not None:
-        server.close()
-        _current = None
-
-
-def pids() -> set[int]:
-    """Return the pids of the fork server, its branches and the tracking service."""
-    server = _own()
-    return server.warm_pids() if server is not None and server.alive() else set()

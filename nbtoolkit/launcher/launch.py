@@ -24,7 +24,7 @@ from nbtoolkit.environment.plan import Evidence, make_plan
 from nbtoolkit.environment.variables import RANK_MARK, kernel_environment
 from nbtoolkit.errors import LaunchError, NestedLaunch
 from nbtoolkit.host import detect_host
-from nbtoolkit.launcher.forkserver_client import fork_server
+from nbtoolkit.launcher.fork_servers import fork_server, let_outlive, track
 from nbtoolkit.launcher.remote import submit_to_cluster
 from nbtoolkit.launcher.run_handle import RunHandle, StartedRun
 from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline
@@ -70,10 +70,10 @@ def submit(
         request, environment = replace(request, notes=notes), kernel_environment()
         packed = pickle.dumps(request)
         with pack_function(train, environment) as payload, pack_content(packed) as content:
-            line = server.run(_OWNER, payload, content, run.lock, detached=detach)
+            line = server.start(_OWNER, payload, content, run.lock)
         if detach:
-            server.let_outlive(run.paths)
-        tracked = partial(server.track, run.paths.folder) if tracking.on else None
+            let_outlive(run.paths)
+        tracked = partial(track, run.paths.folder) if tracking.on else None
         if tracked is not None:
             tracked()
     except BaseException as error:

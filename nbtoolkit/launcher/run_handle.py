@@ -14,10 +14,11 @@ from typing import Any
 from nbtoolkit.environment.resources import Activity, wait_while_active
 from nbtoolkit.errors import LaunchError, RunFolderError
 from nbtoolkit.launcher.failures import raise_failure
+from nbtoolkit.launcher.fork_servers import import_ahead, take_over
 from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline, refuse_deleted
 from nbtoolkit.run.attempts import completed, first_event, last_event, readable_first_event
 from nbtoolkit.run.events import Event, EventReader, RunEnded, RunStarted
-from nbtoolkit.run.messages import KillRequest, StopRequest, SupervisorLost
+from nbtoolkit.run.messages import ModulesImported, StopRequest, SupervisorLost
 from nbtoolkit.run.output import RunDisplay, displays
 from nbtoolkit.run.paths import RunPaths, read_or_empty, reading, write_json
 from nbtoolkit.run.remote_job import remote_job
@@ -44,8 +45,8 @@ class StartedRun:
 
     Attributes:
         line: the connection to its supervisor.
-        tracked: makes the tracking service read its events now, and returns the fork server's pid;
-            None if it is not tracked.
+        tracked: makes the tracking service read its events now, and returns that one's pid; None
+            if it is not tracked.
         detached: True if it outlives this process.
     """
 
@@ -128,7 +129,7 @@ class RunHandle:
         """End the run at once, without a last checkpoint; on a cluster, cancel the job."""
         if self._remote is not None:
             self._remote.cancel()
-        elif self._line is None or not self._line.send(KillRequest()):
+        else:
             self.stop("cancelled", grace=0.0)
 
     def result(self, timeout: float | None = None) -> RunResult:
@@ -252,6 +253,9 @@ class RunHandle:
             for message in self._line.drain():
                 if isinstance(message, SupervisorLost):
                     self._lost = message
+                elif isinstance(message, ModulesImported):
+                    import_ahead(message.names)
+        take_over()  # a search that runs goes on with the next fork server
 
     def _say_job(self) -> None:
         """Show the state of a cluster's job when it has changed."""
@@ -377,7 +381,7 @@ def wait_for_tracking(
 
     Args:
         paths: the run.
-        pid: the fork server's process; tracking runs below it.
+        pid: the tracking service's process.
         say: shows a message to the user.
         limit: seconds to wait.
         stalled: seconds without progress after which the wait ends.

@@ -291,7 +291,12 @@ class RunSupervisor:
         """Handle all new messages."""
         for rank, message in worker_group.receive():
             self._on_message(worker_group, rank, message)
-        for rank in worker_group.find_dead():
+        dead = worker_group.find_dead()
+        if dead:
+            # A fork server that has died takes the ranks with it; Linux closes its connection
+            # before it ends them.
+            self._spawner.receive()
+        for rank in dead:
             for message in rank.drain():  # its final message may have come with its end
                 self._on_message(worker_group, rank, message)
             if not rank.over:

@@ -14,6 +14,7 @@ import struct
 import time
 import traceback
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from nbtoolkit.errors import LaunchError
 from nbtoolkit.launcher.supervisor import RunSupervisor
 from nbtoolkit.launcher.worker_group import ForkServerGone, Spawner
 from nbtoolkit.run import messages
+from nbtoolkit.run.events import RunStarted
 from nbtoolkit.run.paths import RunPaths, folder_error, sign_lock
 from nbtoolkit.run.payload import RunRequest, unpack
 from nbtoolkit.run.signals import ENDING, SignalFlag, describe_signal
@@ -95,12 +97,13 @@ class EventLoop:
             KernelGone: the kernel ended, and the run ends with it.
         """
         open_lines = [*lines] if self.kernel.closed else [*lines, self.kernel]
-        sockets = [line.socket for line in open_lines]
-        ready = wait([*sockets, self._spawner.socket, self._read_end], seconds)
+        servers = self._spawner.lines
+        sockets = [line.socket for line in (*open_lines, *servers)]
+        ready = wait([*sockets, self._read_end], seconds)
         requests: list[messages.KernelRequest] = []
         if self._read_end in ready:
             requests += [self._request(number) for number in os.read(self._read_end, 512)]
-        if self._spawner.socket in ready:
+        if any(server.socket in ready for server in servers):
             self._spawner.receive()
         if self.kernel.socket in ready:
             requests += [
@@ -138,44 +141,54 @@ _OF_THE_MACHINE = (
 )
 
 
-def supervise(forkserver: socket.socket, message: messages.ForkSupervisor) -> None:
+@dataclass(frozen=True)
+class SupervisorDescriptors:
+    """What the process is forked with: its connections, packed contents, and the folder's lock."""
+
+    forkserver: int
+    payload: int
+    request: int
+    kernel: int
+    lock: int
+
+
+def supervise(descriptors: list[int]) -> None:
     """Supervise one run to its end; the main function of a supervisor process.
 
     Args:
-        forkserver: connection to the fork server.
-        message: the request that this process was forked with.
+        descriptors: see :class:`SupervisorDescriptors`.
     """
-    request = unpack(message.descriptors.request, RunRequest)
-    with supervising(request.job.paths, forkserver, message) as (loop, spawner):
+    given = SupervisorDescriptors(*descriptors)
+    request = unpack(given.request, RunRequest)
+    with supervising(request.job.paths, given, request.header) as (loop, spawner):
         _run(RunSupervisor(request, spawner), loop)
 
 
 @contextlib.contextmanager
 def supervising(
-    paths: RunPaths, forkserver: socket.socket, message: messages.ForkSupervisor
+    paths: RunPaths, given: SupervisorDescriptors, header: RunStarted
 ) -> Iterator[tuple[EventLoop, Spawner]]:
     """Own a run or a search, and report to the kernel if that fails.
 
     The lock is released before the connection is closed, so that the kernel can resume the run as
     soon as it sees the end.
     """
-    given = message.descriptors
-    line = Connection(socket.socket(fileno=given.connection))
+    kernel = Connection.inherited(given.kernel)
     try:
         sign_lock(given.lock)
-        spawner = Spawner(forkserver, given.payload)
-        yield EventLoop(line, spawner, detached=message.detached), spawner
+        spawner = Spawner(Connection.inherited(given.forkserver), given.payload, kernel)
+        yield EventLoop(kernel, spawner, detached=header.detached), spawner
     except ForkServerGone:
         lost = LaunchError(
             "the fork server process died, and the ranks with it (usual cause: out of memory)",
             do="launch again: a new fork server starts, and a run with a checkpoint resumes",
         )
-        _report_lost(line, lost)
+        _report_lost(kernel, lost)
     except OSError as error:
-        _report_lost(line, _lost_to(error, paths.folder))
+        _report_lost(kernel, _lost_to(error, paths.folder))
     finally:
         os.close(given.lock)
-        line.close()
+        kernel.close()
 
 
 def _run(supervisor: RunSupervisor, loop: EventLoop) -> None:
@@ -187,8 +200,6 @@ def _run(supervisor: RunSupervisor, loop: EventLoop) -> None:
                 match request:
                     case messages.StopRequest():
                         supervisor.stop(request.reason, request.grace, request.status)
-                    case messages.KillRequest():
-                        supervisor.stop("killed on request", 0.0)
     except KernelGone:
         supervisor.abandon()
         supervisor.record.note("the kernel is gone: the run was ended, unfinished", level="warning")

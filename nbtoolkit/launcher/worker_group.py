@@ -7,9 +7,9 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import time
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from nbtoolkit.environment.installed import environment_key
@@ -17,14 +17,8 @@ from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.resources import exit_code, is_running
 from nbtoolkit.run import messages
 from nbtoolkit.run.payload import JobSpec, PackedFunction, pack_content, unpack
-from nbtoolkit.run.transport import (
-    Connection,
-    GroupConnections,
-    free_port,
-    receive_packet,
-    send_enclosed,
-    send_packet,
-)
+from nbtoolkit.run.transport import Connection, GroupConnections, free_port
+from nbtoolkit.worker.forking import kill_group
 
 
 @dataclass
@@ -225,79 +219,113 @@ class ForkServerGone(Exception):
     """The fork server's process died, and the ranks with it."""
 
 
+AGENT = "nbtoolkit.launcher.agent:run_agent"
+"""The main function of an agent."""
+
+
 class Spawner:
-    """A supervisor's connection to the fork server: starts worker groups, and follows their agents.
+    """A supervisor's connections to the fork servers: starts worker groups, follows their agents.
 
     Args:
-        forkserver: connected to the fork server.
+        forkserver: the fork server that has forked this process. When the kernel has started the
+            next one, that one forks the further agents.
         payload: descriptor of the packed function that the groups run, and of the kernel's
             environment in which they run it.
+        kernel: receives the modules that ranks have imported.
     """
 
-    def __init__(self, forkserver: socket.socket, payload: int) -> None:
-        self.socket, self._payload = forkserver, payload
-        self.patient = False
-        """Let agents wait for the first preload branch while it is being made."""
-        self._environ = dict(unpack(payload, PackedFunction).environment.environ)
-        self._key = environment_key(self._environ)
-        self._worker_groups: dict[int, WorkerGroup] = {}
-        self._ticket = 0
+    def __init__(self, forkserver: Connection, payload: int, kernel: Connection) -> None:
+        self._payload, self._kernel = payload, kernel
+        self._environment = environment_key(unpack(payload, PackedFunction).environment.environ)
+        self._servers = [_Server(forkserver)]
+
+    @property
+    def lines(self) -> list[Connection]:
+        """Connections to wait for."""
+        return [server.line for server in self._servers]
 
     def start(self, spec: JobSpec) -> WorkerGroup:
         """Start a worker group for a job."""
-        mine, theirs = GroupConnections.pair(spec.plan.processes)
+        server = self._servers[-1]
+        mine, other_ends = GroupConnections.pair(spec.plan.processes)
         worker_group = WorkerGroup(spec.plan, mine, spec.paths.elastic)
-        self._ticket += 1
-        self._worker_groups[self._ticket] = worker_group
-        group = theirs.descriptors
         # Plain values; in a fresh process cloudpickle takes 5 ms longer.
-        with pack_content(pickle.dumps(spec)) as packed:
-            request = messages.ForkAgent(
-                ticket=self._ticket,
-                port=worker_group.port,
-                environment=self._key,
-                patient=self.patient,
-                descriptors=messages.AgentDescriptors(
-                    payload=self._payload, spec=packed, group=group
-                ),
-            )
-            send_packet(self.socket, request)
-        theirs.close()
+        job = pickle.dumps(replace(spec, port=worker_group.port))
+        with pack_content(job) as packed:
+            descriptors = [self._payload, packed, *other_ends.descriptors.numbers()]
+            server.line.send(messages.Fork(main=AGENT, group=True, descriptors=descriptors))
+        other_ends.close()
+        server.starting.append(worker_group)
         return worker_group
 
     def import_ahead(self, names: list[str]) -> None:
-        """Let the fork server import modules for the next launch."""
-        request = messages.ImportModules(names=names, environ=self._environ)
-        send_enclosed(self.socket, request)
+        """Let the kernel have modules imported for later ranks; forgotten if it does not read."""
+        self._kernel.send_nowait(messages.ModulesImported(names=names))
 
-    def receive(self) -> messages.Message | None:
-        """Handle one message about an agent; return any other.
+    def receive(self) -> None:
+        """Handle what the fork servers have sent.
 
         Raises:
-            ForkServerGone: the fork server died; the worker groups are killed.
+            ForkServerGone: a fork server died, and the ranks that it had started.
         """
-        packet = receive_packet(self.socket)
-        if packet is None:
-            for worker_group in self._worker_groups.values():
-                worker_group.kill()
-                worker_group.exited = -signal.SIGKILL
-            raise ForkServerGone
-        match packet:
-            case messages.AgentForked():
-                if (group := self._worker_groups.get(packet.ticket)) is not None:
-                    group.agent_pid = packet.pid
-            case messages.AgentExited():
-                for group in self._worker_groups.values():
-                    if group.agent_pid == packet.pid:
-                        group.exited = packet.code
-            case _:
-                return packet
-        return None
+        for server in list(self._servers):
+            for message in server.line.drain():
+                if isinstance(message, messages.ServerChanged):
+                    self._change_server(message)
+                else:
+                    server.note(message)
+            if server.line.closed:
+                self._lose(server)
 
     def dismiss(self, worker_group: WorkerGroup) -> None:
         """Kill a worker group's processes and forget it."""
         worker_group.kill()
         worker_group.close()
-        self._worker_groups = {
-            at: one for at, one in self._worker_groups.items() if one is not worker_group
+        for server in self._servers:
+            server.dismiss(worker_group)
+
+    def _change_server(self, message: messages.ServerChanged) -> None:
+        successor = Connection.inherited(message.descriptors[0])
+        if message.environment == self._environment:
+            self._servers.append(_Server(successor))
+        else:
+            successor.close()
+
+    def _lose(self, server: _Server) -> None:
+        for worker_group in (*server.starting, *server.running.values()):
+            if worker_group is not None:
+                worker_group.kill()
+                worker_group.exited = -signal.SIGKILL
+        self._servers.remove(server)
+        raise ForkServerGone
+
+
+class _Server:
+    """One fork server, with the worker groups whose agents it has forked."""
+
+    def __init__(self, line: Connection) -> None:
+        self.line = line
+        self.starting: deque[WorkerGroup | None] = deque()
+        """Groups that wait for the answer, which comes in this order; None: dismissed."""
+        self.running: dict[int, WorkerGroup] = {}
+        """By the pid of the agent."""
+
+    def note(self, message: messages.Message) -> None:
+        """Note that an agent was forked, or has ended."""
+        match message:
+            case messages.Forked():
+                worker_group = self.starting.popleft()
+                if worker_group is None:
+                    kill_group(message.pid)
+                else:
+                    worker_group.agent_pid = message.pid
+                    self.running[message.pid] = worker_group
+            case messages.Ended() if message.pid in self.running:
+                self.running.pop(message.pid).exited = message.code
+
+    def dismiss(self, worker_group: WorkerGroup) -> None:
+        """Forget a worker group."""
+        self.starting = deque(None if group is worker_group else group for group in self.starting)
+        self.running = {
+            pid: group for pid, group in self.running.items() if group is not worker_group
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from nbtoolkit.run.rank_check import Weights
 
@@ -63,7 +63,7 @@ class Accumulates(Statement):
 
 
 class ModulesImported(Statement):
-    """Installed modules that the rank imports."""
+    """Installed modules that rank 0 has imported; the supervisor passes it on to the kernel."""
 
     names: list[str]
 
@@ -231,15 +231,14 @@ class KernelRequest(Message):
 
 
 class StopRequest(KernelRequest):
-    """Stop the ranks with ``status``; after ``grace`` seconds (None: never) kill them."""
+    """Stop the ranks with ``status``; after ``grace`` seconds (None: never) kill them.
+
+    ``grace=0``: kill them at once.
+    """
 
     reason: str
     grace: float | None = None
     status: str = "stopped"
-
-
-class KillRequest(KernelRequest):
-    """Kill the ranks at once."""
 
 
 class SearchCommand(KernelRequest):
@@ -262,141 +261,70 @@ class SupervisorLost(Message):
     do: str
 
 
-class Descriptors(Message):
-    """Open file descriptors by name: an int, a list, another :class:`Descriptors`, or None."""
-
-    def numbers(self) -> list[int]:
-        """All of them, in the order in which they are sent."""
-        fds: list[int] = []
-        _to_indices(self, fds)
-        return fds
-
-
-class GroupDescriptors(Descriptors):
-    """One end of every connection of an agent and, by rank, of its ranks."""
-
-    agent: int
-    connections: list[int]
-    telemetry: list[int]
-
-
-class AgentDescriptors(Descriptors):
-    """The packed function, the packed JobSpec, and the connections' ends."""
-
-    payload: int
-    spec: int
-    group: GroupDescriptors
-
-
-class SupervisorDescriptors(Descriptors):
-    """Packed function and request, connection to the kernel, and the folder's lock."""
-
-    payload: int
-    request: int
-    connection: int
-    lock: int
-
-
-class FileDescriptor(Descriptors):
-    """A file or a socket."""
-
-    file: int
-
-
-class Enclosed(Message):
-    """A message that is too large for a packet: the file holds it."""
-
-    descriptors: FileDescriptor
-
-
-# --- packets: the fork server with the kernel, supervisors and its branches ---
+# --- the fork server and its clients: the kernel, supervisors, schedulers ---
 
 
 class ServerReady(Message):
-    """From the fork server or a branch: it has imported everything and can fork."""
+    """From the fork server: it has imported everything and can fork.
 
-
-class ForkSupervisor(Message):
-    """Fork a process that calls ``main`` ("module:function") with this message."""
-
-    main: str
-    detached: bool
-    descriptors: SupervisorDescriptors
-
-
-class SupervisorForked(Message):
-    """The answer."""
-
-
-class PreloadModules(Message):
-    """Import modules and call functions ("module:function") in the fork server itself."""
-
-    names: list[str]
-
-
-class ModulesPreloaded(Message):
-    """The answer."""
-
-
-class ImportModules(Message):
-    """Import modules for the ranks of the next launch, with the variables ``environ``."""
-
-    names: list[str]
-    environ: dict[str, str]
-
-
-class ListProcesses(Message):
-    """List the processes that stay alive between launches."""
-
-
-class ProcessList(Message):
-    """The answer."""
-
-    pids: list[int]
-
-
-class ForkAgent(Message):
-    """Fork an agent from the branch for ``environment`` (an environment_key), if there is one.
-
-    The answer repeats ``ticket``; ``patient``: wait for a first branch that is still importing.
+    ``spoiled_by``: instead it ends, since no process may be forked after the import of this
+    package; empty: none.
     """
 
-    ticket: int
-    port: int
-    environment: str
-    patient: bool
-    descriptors: AgentDescriptors
+    spoiled_by: str = ""
 
 
-class AgentForked(Message):
-    """The answer."""
+class Fork(Message):
+    """Fork a process that calls ``main`` ("module:function") with a list of descriptors.
 
-    ticket: int
+    With ``group`` the process leads a process group, which ends with it, with its client and with
+    the fork server, and the list has ``descriptors``. Without, the process is a client too, and its
+    connection to the fork server is the first of the list.
+    """
+
+    main: str
+    group: bool
+    descriptors: list[int]
+
+
+class Forked(Message):
+    """The answer; the answers come in the order of the requests."""
+
     pid: int
 
 
-class AgentExited(Message):
-    """An agent has ended; a negative ``code`` is a signal."""
+class Ended(Message):
+    """A process that the client had forked has ended; a negative ``code`` is a signal."""
 
     pid: int
     code: int
 
 
-class BranchStarted(Message):
-    """From a branch: its process has started."""
+class HandOver(Message):
+    """From the kernel: connect all clients with the next fork server.
 
-    pid: int
+    The descriptor is the kernel's own end of its connection to the next one; ``environment``: the
+    environment_key in which that one has imported its packages.
+    """
 
-
-class GrowBranch(Message):
-    """To a branch: fork the next branch, which also imports ``names``; the file is its socket."""
-
-    names: list[str]
-    descriptors: FileDescriptor
+    environment: str
+    descriptors: list[int]
 
 
-class RetireBranch(Message):
-    """To a branch: exit with the last agent."""
+class ClientAdded(Message):
+    """To the next fork server: a client's connection."""
+
+    descriptors: list[int]
+
+
+class ServerChanged(Message):
+    """To a client: a connection to the next fork server (see :class:`HandOver`)."""
+
+    environment: str
+    descriptors: list[int]
+
+
+# --- the kernel and the tracking service ---
 
 
 class TrackRun(Message):
@@ -412,31 +340,21 @@ class TrackRun(Message):
 
 
 class RunTracked(Message):
-    """From the tracking service: the whole run is written."""
+    """From the tracking service: the whole run is written, or could not be (``error``)."""
 
     folder: str
-    mlflow_run_id: str | None
-
-
-class TrackingFailed(Message):
-    """From the tracking service: the run could not be written."""
-
-    folder: str
-    error: str
+    mlflow_run_id: str | None = None
+    error: str = ""
 
 
 _to_json = json.JSONEncoder(default=str).encode
 
-# In JSON, a descriptor is an index into the list of descriptors that goes with the message.
-_Named: TypeAlias = "Message | list[int] | int | None"
-_Indices: TypeAlias = "dict[str, Any] | list[int] | int | None"
-
 
 def encode(message: Message, fds: list[int] | None = None) -> bytes:
-    """Encode a message as JSON; appends its descriptors to ``fds``."""
+    """Encode a message as JSON; append its descriptors, which JSON cannot carry, to ``fds``."""
     fields = {"type": message.type, **vars(message)}
-    if fds is not None and "descriptors" in fields:
-        fields["descriptors"] = _to_indices(fields["descriptors"], fds)
+    if fds is not None:
+        fds += fields.pop("descriptors", [])
     return _to_json(fields).encode()
 
 
@@ -450,29 +368,7 @@ def decode(data: bytes, fds: Sequence[int] = ()) -> Message:
     name = fields.pop("type", None)
     if name not in _TYPES:
         raise ValueError(f"a message has the type {name!r}, which is not known")
-    if "descriptors" in fields:
-        fields["descriptors"] = _from_indices(fields["descriptors"], fds)
-    return _TYPES[name](**fields)
-
-
-def _to_indices(named: _Named, fds: list[int]) -> _Indices:
-    if isinstance(named, Message):
-        fields = {name: _to_indices(value, fds) for name, value in vars(named).items()}
-        return {"type": named.type, **fields}
-    if named is None:
-        return None
-    first = len(fds)
-    if isinstance(named, list):
-        fds += named
-        return list(range(first, len(fds)))
-    fds.append(named)
-    return first
-
-
-def _from_indices(indices: _Indices, fds: Sequence[int]) -> _Named:
-    if isinstance(indices, dict):
-        kind = _TYPES[indices.pop("type")]
-        return kind(**{name: _from_indices(index, fds) for name, index in indices.items()})
-    if isinstance(indices, list):
-        return [fds[index] for index in indices]
-    return None if indices is None else fds[indices]
+    kind = _TYPES[name]
+    if "descriptors" in kind.__dataclass_fields__:
+        fields["descriptors"] = list(fds)
+    return kind(**fields)

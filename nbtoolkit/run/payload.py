@@ -79,6 +79,7 @@ class JobSpec:
         fold: the value of ``ctx.fold``.
         synchronous_reports: whether every report waits for an answer.
         in_search: whether it is a job of a search.
+        port: where the ranks meet; their supervisor chooses it.
     """
 
     paths: RunPaths
@@ -89,6 +90,7 @@ class JobSpec:
     fold: Fold | None = None
     synchronous_reports: bool = False
     in_search: bool = False
+    port: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Send messages between nbtoolkit's processes over inherited socket pairs.
 
-A :class:`Connection` carries JSON lines in both directions (rank and supervisor, kernel and
-supervisor). A packet carries one small JSON message and open file descriptors (kernel or supervisor
-to the fork server). messages.py defines the messages.
+messages.py defines the messages. A packet carries one message as JSON and its open descriptors
+(SOCK_SEQPACKET keeps message boundaries). The content of a large message is in a file in memory,
+which the packet carries.
 """
 
 from __future__ import annotations
@@ -10,25 +10,26 @@ from __future__ import annotations
 import array
 import contextlib
 import os
+import select
 import socket
-import threading
 from dataclasses import dataclass
 
 from nbtoolkit.run import messages
 from nbtoolkit.run.messages import Message, decode, encode
 
 _MAX_FDS = 250  # the kernel refuses more than 253 (SCM_MAX_FD) in one message
+# A packet must fit into the socket's buffer: 208 KiB by default (net.core.wmem_default).
 _MAX_PACKET = 64 * 1024
+# Instead of JSON: the packet's first descriptor is the file that has the message.
+_IN_FILE = b"\0"
 
 
 class Connection:
-    """JSON lines over a stream socket. Any thread may send; one thread receives."""
+    """Messages in both directions. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
         """For select, and for the credentials of the other end."""
-        self._buffer = bytearray()
-        self._lock = threading.Lock()
         self._at_end = False
         self.closed = False
         """True once the other end is gone; messages that it sent before may still be unread."""
@@ -36,29 +37,31 @@ class Connection:
     @classmethod
     def pair(cls) -> tuple[Connection, Connection]:
         """Two connected ends."""
-        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(left), cls(right)
+
+    @classmethod
+    def inherited(cls, fd: int) -> Connection:
+        """Return the connection of a descriptor that this process was given."""
+        return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
         """The descriptor, for select."""
         return self.socket.fileno()
 
     def send(self, message: Message) -> bool:
-        """Send one message; False when the other end is gone."""
-        data = encode(message) + b"\n"
+        """Send one message; its descriptors stay open. False when the other end is gone."""
         try:
-            with self._lock:
-                self.socket.sendall(data)
-        except (BrokenPipeError, ConnectionResetError, OSError):
+            self._send(message)
+        except OSError:
             self.closed = True
             return False
         return True
 
     def send_nowait(self, message: Message) -> None:
-        """Send one short message if the socket's buffer has room for it, else drop it."""
-        data = encode(message) + b"\n"
-        with self._lock, contextlib.suppress(OSError):
-            self.socket.send(data, socket.MSG_DONTWAIT)
+        """Send one message if the socket's buffer has room for it, else drop it."""
+        with contextlib.suppress(OSError):
+            self._send(message, socket.MSG_DONTWAIT)
 
     def receive(self, timeout: float | None = None) -> Message | None:
         """Wait for one message; None if the other end is gone.
@@ -66,28 +69,26 @@ class Connection:
         Raises:
             TimeoutError: no message came within ``timeout`` seconds.
         """
-        while (message := self._pop()) is None:
-            self.socket.settimeout(timeout)
-            try:
-                if not self._fill():
-                    return None
-            finally:
-                if self.socket.fileno() >= 0:
-                    self.socket.settimeout(None)
-        return message
+        if self._at_end:
+            return None
+        # Not settimeout(): it would also apply to another thread that sends.
+        poller = select.poll()  # select() refuses descriptors above 1023
+        poller.register(self.socket, select.POLLIN)
+        if not poller.poll(None if timeout is None else timeout * 1000):
+            raise TimeoutError(f"no message came within {timeout:g} s")
+        return self._receive()
 
     def drain(self) -> list[Message]:
         """All messages that have arrived, without waiting."""
+        received: list[Message] = []
         # Not ``while not self.closed``: after a failed send, messages from there may be unread.
         while not self._at_end:
             try:
-                if not self._fill(socket.MSG_DONTWAIT):
-                    break
+                message = self._receive(socket.MSG_DONTWAIT)
             except BlockingIOError:
                 break
-        received = []
-        while (message := self._pop()) is not None:
-            received.append(message)
+            if message is not None:
+                received.append(message)
         return received
 
     def close(self) -> None:
@@ -95,24 +96,65 @@ class Connection:
         self.closed = self._at_end = True
         self.socket.close()
 
-    def _fill(self, flags: int = 0) -> bool:
+    def _send(self, message: Message, flags: int = 0) -> None:
+        fds: list[int] = []
+        data = encode(message, fds)
+        if len(data) <= _MAX_PACKET:
+            self._send_packet(data, fds, flags)
+            return
+        file = os.memfd_create("nbtoolkit-message", os.MFD_CLOEXEC)
         try:
-            chunk = self.socket.recv(1 << 16, flags)
-        except ConnectionResetError:
-            chunk = b""
-        if not chunk:
-            self.closed = self._at_end = True
-            return False
-        self._buffer += chunk
-        return True
+            os.pwrite(file, data, 0)
+            self._send_packet(_IN_FILE, [file, *fds], flags)
+        finally:
+            os.close(file)
 
-    def _pop(self) -> Message | None:
-        end = self._buffer.find(b"\n")
-        if end < 0:
+    def _send_packet(self, data: bytes, fds: list[int], flags: int) -> None:
+        assert len(fds) <= _MAX_FDS
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
+        self.socket.sendmsg([data], [rights] if fds else [], flags)
+
+    def _receive(self, flags: int = 0) -> Message | None:
+        fds = array.array("i")
+        try:
+            # Not socket.recv_fds: it ignores its flags (3.10 to 3.13), and without
+            # MSG_CMSG_CLOEXEC programs would inherit the descriptors.
+            data, ancillary, _, _ = self.socket.recvmsg(
+                _MAX_PACKET,
+                socket.CMSG_SPACE(_MAX_FDS * fds.itemsize),
+                socket.MSG_CMSG_CLOEXEC | flags,
+            )
+        except ConnectionResetError:
+            data, ancillary = b"", []
+        if not data:
+            self.closed = self._at_end = True
             return None
-        line = bytes(self._buffer[:end])
-        del self._buffer[: end + 1]
-        return decode(line)
+        for _, _, rights in ancillary:
+            fds.frombytes(rights[: len(rights) - len(rights) % fds.itemsize])
+        if data != _IN_FILE:
+            return decode(data, fds)
+        with os.fdopen(fds.pop(0), "rb") as file:
+            return decode(file.read(), fds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupDescriptors:
+    """One end of every connection of an agent and, by rank, of its ranks, as descriptors."""
+
+    agent: int
+    connections: list[int]
+    telemetry: list[int]
+
+    @classmethod
+    def of(cls, fds: list[int]) -> GroupDescriptors:
+        """Return the ends from the list that :meth:`numbers` returns."""
+        agent, *others = fds
+        ranks = len(others) // 2
+        return cls(agent=agent, connections=others[:ranks], telemetry=others[ranks:])
+
+    def numbers(self) -> list[int]:
+        """Return all descriptors in one list."""
+        return [self.agent, *self.connections, *self.telemetry]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +176,9 @@ class GroupConnections:
         return ours, theirs
 
     @property
-    def descriptors(self) -> messages.GroupDescriptors:
+    def descriptors(self) -> GroupDescriptors:
         """Their descriptors."""
-        return messages.GroupDescriptors(
+        return GroupDescriptors(
             agent=self.agent.fileno(),
             connections=[connection.fileno() for connection in self.connections],
             telemetry=[connection.fileno() for connection in self.telemetry],
@@ -146,54 +188,6 @@ class GroupConnections:
         """Close these ends."""
         for connection in [self.agent, *self.connections, *self.telemetry]:
             connection.close()
-
-
-def packet_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected ends for packets (SOCK_SEQPACKET keeps message boundaries)."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def send_packet(sock: socket.socket, message: Message) -> bool:
-    """Send one message and its descriptors, which stay open; False: the other end is gone."""
-    fds: list[int] = []
-    data = encode(message, fds)
-    assert len(fds) <= _MAX_FDS
-    try:
-        socket.send_fds(sock, [data], fds)
-    except (BrokenPipeError, ConnectionResetError):
-        return False
-    return True
-
-
-def receive_packet(sock: socket.socket) -> Message | None:
-    """Wait for one message and its descriptors; None if the other end is gone."""
-    fds = array.array("i")
-    try:
-        # Not socket.recv_fds: it ignores its flags (3.10 to 3.13), and without MSG_CMSG_CLOEXEC
-        # programs would inherit the descriptors.
-        data, ancillary, _, _ = sock.recvmsg(
-            _MAX_PACKET, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), socket.MSG_CMSG_CLOEXEC
-        )
-    except ConnectionResetError:
-        return None
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    message = decode(data, fds) if data else None
-    if isinstance(message, messages.Enclosed):
-        with os.fdopen(message.descriptors.file, "rb") as file:
-            return decode(file.read())
-    return message
-
-
-def send_enclosed(sock: socket.socket, message: Message) -> bool:
-    """Send one message that may be too large for a packet; False: the other end is gone."""
-    fd = os.memfd_create("nbtoolkit-message", os.MFD_CLOEXEC)
-    try:
-        os.pwrite(fd, encode(message), 0)
-        return send_packet(sock, messages.Enclosed(descriptors=messages.FileDescriptor(file=fd)))
-    finally:
-        os.close(fd)
 
 
 def notify_files_changed(connection: Connection) -> None:

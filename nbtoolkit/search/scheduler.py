@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import importlib
 import json
-import socket
 import time
 from collections.abc import Sequence
 from functools import partial
 
 from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.launcher.supervisor import JobListener
-from nbtoolkit.launcher.supervisor_process import TICK, EventLoop, KernelGone, supervising
+from nbtoolkit.launcher.supervisor_process import (
+    TICK,
+    EventLoop,
+    KernelGone,
+    SupervisorDescriptors,
+    supervising,
+)
 from nbtoolkit.launcher.worker_group import ForkServerGone, Spawner
 from nbtoolkit.run import messages
 from nbtoolkit.run.events import CommandReceived
@@ -37,17 +42,15 @@ PREPARE_AFTER = 0.1
 """Seconds after a job's start in which no further job is prepared."""
 
 
-def schedule_search(forkserver: socket.socket, message: messages.ForkSupervisor) -> None:
+def schedule_search(descriptors: list[int]) -> None:
     """Run one search to its end; the main function of a scheduler's process.
 
     Args:
-        forkserver: connection to the fork server.
-        message: the request that this process was forked with.
+        descriptors: see :class:`SupervisorDescriptors`.
     """
-    request = unpack(message.descriptors.request, SearchRequest)
-    with supervising(request.paths, forkserver, message) as (loop, spawner):
-        # Without it each of the first trials would import what the preload branch imports for all.
-        spawner.patient = True
+    given = SupervisorDescriptors(*descriptors)
+    request = unpack(given.request, SearchRequest)
+    with supervising(request.paths, given, request.header) as (loop, spawner):
         SearchScheduler(request, spawner, loop).run()
 
 
@@ -211,8 +214,6 @@ class SearchScheduler:
         match request:
             case messages.StopRequest():
                 self._stop(request.reason, request.grace, request.status)
-            case messages.KillRequest():
-                self._stop("killed on request", 0.0, "stopped")
             case messages.SearchCommand():
                 self._algorithm.on_command(request)
                 self._record.write(CommandReceived(op=request.op, n=request.n))

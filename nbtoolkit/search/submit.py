@@ -19,7 +19,7 @@ from nbtoolkit.environment.plan import Evidence, make_plan
 from nbtoolkit.environment.variables import kernel_environment
 from nbtoolkit.errors import LaunchError, PlanError, ResumeError
 from nbtoolkit.host import Host, detect_host
-from nbtoolkit.launcher.forkserver_client import fork_server
+from nbtoolkit.launcher.fork_servers import fork_server, let_outlive, track
 from nbtoolkit.launcher.remote import submit_to_cluster
 from nbtoolkit.launcher.run_handle import StartedRun
 from nbtoolkit.run.attempts import (
@@ -206,9 +206,6 @@ schedule_here: ContextVar[Callable[[Callable[..., Any], SearchRequest, ChosenRun
 It gets the training function, the search and its locked folder: the job of a cluster sets it.
 """
 
-# torch imports it with the first optimizer, which takes 1 s: the fork server does it ahead.
-_LATE = ["torch._dynamo"]
-
 
 @dataclass(frozen=True)
 class Started:
@@ -264,7 +261,6 @@ def start_search(
     server = None
     if schedule is None:
         server = fork_server(tracking=tracking.on)  # it starts while everything here is prepared
-        server.import_ahead(_LATE, environment.environ)
     hardware = detect_hardware()
     slots = search.slots or make_slots(
         config, hardware, search.placement, per_device=search.per_device, jobs=search.jobs
@@ -298,16 +294,15 @@ def start_search(
             schedule(train, request, run)
             return Started(run, None, limit.deadline)
         try:
-            server.preload([_SCHEDULER.partition(":")[0], *_imports_of(search)])
             packed = cloudpickle.dumps(request)
             with pack_function(train, environment) as payload, pack_content(packed) as content:
-                line = server.run(_SCHEDULER, payload, content, run.lock, detached=detach)
+                line = server.start(_SCHEDULER, payload, content, run.lock)
         except LaunchError:
             roll_back(run)
             raise
         if detach:
-            server.let_outlive(run.paths)
-    tracked = partial(server.track, run.paths.folder) if tracking.on else None
+            let_outlive(run.paths)
+    tracked = partial(track, run.paths.folder) if tracking.on else None
     if tracked is not None:
         tracked()
     process = StartedRun(line=line, tracked=tracked, detached=detach)
@@ -349,16 +344,6 @@ def submit_search(
         **wanted.fields(),
     )
     return Started(run, None, None)
-
-
-def _imports_of(search: Search) -> list[str]:
-    """What the scheduler of a search imports: pydantic's models and Optuna take 50 ms each."""
-    names = [search.algorithm.partition(":")[0]]
-    if search.folds is not None:
-        names.append("nbtoolkit.folds.folds")
-    if search.sweep_config is not None:
-        names += ["nbtoolkit.study.sweep_config", "nbtoolkit.search.sweep_algorithm:import_optuna"]
-    return names
 
 
 def _not_a_rank(search: Search) -> Host:

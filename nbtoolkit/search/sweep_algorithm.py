@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nbtoolkit.config.aliases import similar_name
@@ -26,12 +24,6 @@ _RETRIED = ("raised", "died", "hung")
 
 _MOST_SKIPPED = 50
 """Trials that one call of :meth:`SweepAlgorithm.next` leaves out; the scheduler calls again."""
-
-
-def import_optuna() -> None:
-    """Import what :func:`make_algorithm` imports, if it is installed; the fork server calls it."""
-    with suppress(ImportError):
-        importlib.import_module("nbtoolkit.search.study_recorder")
 
 
 def make_algorithm(request: SearchRequest, record: EventWriter) -> SweepAlgorithm:

@@ -1,11 +1,11 @@
 """Run the tracking service, a process that follows runs and writes them to their trackers.
 
-It receives TrackRun packets (see run/messages.py) over an inherited socket, and answers with
-RunTracked or TrackingFailed. The answers need not be read: ``tracking.json`` in the run's folder
-has the same (``done``, with ``read`` bytes of the events written; or ``error``).
+It receives TrackRun messages (see run/messages.py) over an inherited connection, and answers with
+RunTracked. The answers need not be read: ``tracking.json`` in the run's folder has the same
+(``done``, with ``read`` bytes of the events written; or ``error``).
 
-When the other end closes, it finishes runs that have ended, for at most 10 s, and exits; ``replay``
-writes the rest.
+When the other end closes, it follows detached runs to their end, finishes runs that have ended, for
+at most 10 s, and exits; ``replay`` writes the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import gc
 import json
 import os
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -26,9 +25,9 @@ from pathlib import Path
 
 from nbtoolkit.environment.resources import STALL_SECONDS, Activity, has_ended, wait_while_active
 from nbtoolkit.errors import MissingExtra, NbtoolkitError, TrackingError
-from nbtoolkit.run.messages import RunTracked, TrackingFailed, TrackRun
+from nbtoolkit.run.messages import Message, RunTracked, TrackRun
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.transport import packet_pair, receive_packet, send_packet
+from nbtoolkit.run.transport import Connection
 from nbtoolkit.tracking.database import import_client
 from nbtoolkit.tracking.follower import Follower, first_event
 from nbtoolkit.tracking.tracker import choose_tracking
@@ -66,18 +65,24 @@ _KERNEL_STATE = (
 _NOT_NEEDED = ("pandas", "pyarrow", "scipy")
 
 
-def run_service(control: socket.socket) -> None:
-    """Run the tracking service until the other end of ``control`` closes.
+def run_service(descriptors: list[int]) -> None:
+    """Run the tracking service until the other end of its connection closes.
 
     For a process of its own, forked or new: it changes the environment and ``sys.modules``.
+
+    Args:
+        descriptors: the last one is of the connection; the fork server gives its own first.
     """
+    *others, connection = descriptors
+    for fd in others:
+        os.close(fd)
     _set_environment(os.environ.copy())
     for name in _NOT_NEEDED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type] # None: importing it fails
     with contextlib.suppress(MissingExtra):  # maybe only TensorBoard is on; else the run reports it
         import_client()  # now, while the training starts, rather than with its first event
     gc.freeze()  # imported modules stay: the collector need not scan them again
-    Service(control).run()
+    Service(Connection.inherited(connection)).run()
 
 
 def _set_environment(kernel: Mapping[str, str]) -> None:
@@ -90,37 +95,35 @@ def _set_environment(kernel: Mapping[str, str]) -> None:
 class Service:
     """Follows several runs in one thread, round robin."""
 
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
+    def __init__(self, kernel: Connection) -> None:
+        self._kernel = kernel
         self._followers: dict[str, Follower] = {}
-        self._disconnected = False
 
     def run(self) -> None:
         """Serve until the other end closes, then finish."""
-        while not self._disconnected:
+        while not self._kernel.closed:
             timeout = POLL if self._followers else None
-            if select.select([self._control], [], [], timeout)[0]:
-                self._receive()
+            if select.select([self._kernel], [], [], timeout)[0]:
+                for message in self._kernel.drain():
+                    self._receive(message)
             self._poll()
         until = time.monotonic() + GRACE
         while self._followers and time.monotonic() < until:
             time.sleep(POLL)
             self._poll()
+            if any(RunPaths(Path(folder)).owned() for folder in self._followers):
+                until = time.monotonic() + GRACE
 
-    def _receive(self) -> None:
-        # Twice: answers that were not read make the other end's close a reset, which may come
-        # before packets that are still to be read.
-        packet = receive_packet(self._control) or receive_packet(self._control)
-        if packet is None:
-            self._disconnected = True
+    def _receive(self, message: Message) -> None:
+        if not isinstance(message, TrackRun):
             return
-        if isinstance(packet, TrackRun) and packet.environ is not None:
-            _set_environment(packet.environ)
-        if isinstance(packet, TrackRun) and packet.folder not in self._followers:
-            with self._reported_errors(packet.folder):
-                output_dir = Path(packet.output_dir) if packet.output_dir else None
-                follower = Follower(RunPaths(Path(packet.folder)), output_dir=output_dir)
-                self._followers[packet.folder] = follower
+        if message.environ is not None:
+            _set_environment(message.environ)
+        if message.folder not in self._followers:
+            with self._reported_errors(message.folder):
+                output_dir = Path(message.output_dir) if message.output_dir else None
+                follower = Follower(RunPaths(Path(message.folder)), output_dir=output_dir)
+                self._followers[message.folder] = follower
 
     def _poll(self) -> None:
         for folder, follower in list(self._followers.items()):
@@ -128,7 +131,7 @@ class Service:
                 if follower.poll():
                     run_id = follower.state.get("mlflow_run_id")
                     self._remove(folder)
-                    self._answer(RunTracked(folder=folder, mlflow_run_id=run_id))
+                    self._kernel.send_nowait(RunTracked(folder=folder, mlflow_run_id=run_id))
 
     def _remove(self, folder: str) -> None:
         if follower := self._followers.pop(folder, None):
@@ -146,12 +149,7 @@ class Service:
             if folder in self._followers:
                 self._followers[folder].failed(text)
             self._remove(folder)
-            self._answer(TrackingFailed(folder=folder, error=text))
-
-    def _answer(self, message: RunTracked | TrackingFailed) -> None:
-        """Answer, unless that would block until the other end reads."""
-        if select.select([], [self._control], [], 0)[1]:
-            send_packet(self._control, message)
+            self._kernel.send_nowait(RunTracked(folder=folder, error=text))
 
 
 class TrackingProcess:
@@ -161,19 +159,20 @@ class TrackingProcess:
     """
 
     def __init__(self) -> None:
-        self._socket, other_end = packet_pair()
-        with other_end:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _START, str(other_end.fileno()), json.dumps(sys.path)],
-                pass_fds=[other_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # the kernel's interrupts do not reach it
-            )
+        self._line, other_end = Connection.pair()
+        fd = other_end.fileno()
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _START, str(fd), json.dumps(sys.path)],
+            pass_fds=[fd],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # the kernel's interrupts do not reach it
+        )
+        other_end.close()
 
     def track(self, folder: Path, output_dir: Path | None = None) -> None:
         """Request that a run is followed to its end."""
         path = str(output_dir) if output_dir else None
-        send_packet(self._socket, TrackRun(folder=str(folder), output_dir=path))
+        self._line.send(TrackRun(folder=str(folder), output_dir=path))
 
     def wait(
         self, *, stalled: float = STALL_SECONDS, say: Callable[[str], object] | None = None
@@ -192,7 +191,7 @@ class TrackingProcess:
             TimeoutError: it made no progress.
         """
         poller = select.poll()  # select() refuses descriptors above 1023
-        poller.register(self._socket, select.POLLIN)
+        poller.register(self._line, select.POLLIN)
         if not wait_while_active(
             lambda seconds: poller.poll(seconds * 1000),
             Activity(self._process.pid),
@@ -204,20 +203,20 @@ class TrackingProcess:
                 f"the tracking service (process {self._process.pid}) has not written it in time; "
                 "nbtoolkit.tracking.replay(folder) writes the rest"
             )
-        answer = receive_packet(self._socket)
-        if isinstance(answer, TrackingFailed):
+        answer = self._line.receive()
+        if not isinstance(answer, RunTracked):
+            raise TrackingError(f"the tracking process died (exit code {self._process.wait()})")
+        if answer.error:
             raise TrackingError(
                 f"tracking {answer.folder} failed: {answer.error}",
                 do="the run itself is complete; write it later with "
                 "nbtoolkit.tracking.replay(folder)",
             )
-        if not isinstance(answer, RunTracked):
-            raise TrackingError(f"the tracking process died (exit code {self._process.wait()})")
         return answer.mlflow_run_id
 
     def close(self, stalled: float = STALL_SECONDS) -> None:
         """Wait until it finishes and exits; kill it after ``stalled`` seconds without progress."""
-        self._socket.close()
+        self._line.close()
         ended, activity = partial(has_ended, self._process), Activity(self._process.pid)
         if not wait_while_active(ended, activity, "tracking to finish", stalled=stalled):
             self._process.kill()
@@ -301,8 +300,8 @@ def replay_all(folder: Path, runs: Iterable[str]) -> dict[str, str | None]:
 
 
 _START = """
-import json, socket, sys
+import json, sys
 sys.path[:] = json.loads(sys.argv[2])
 from nbtoolkit.tracking.service import run_service
-run_service(socket.socket(fileno=int(sys.argv[1])))
+run_service([int(sys.argv[1])])
 """

@@ -10,7 +10,6 @@ import multiprocessing.util
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -33,7 +32,7 @@ from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.run.payload import JobSpec
 from nbtoolkit.run.serialization import add_note, pack_error, pack_value
 from nbtoolkit.run.signals import ignore_warning_signals
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.run.transport import Connection, GroupDescriptors
 from nbtoolkit.worker.advice import advice
 from nbtoolkit.worker.channel import SupervisorChannel, heartbeat
 from nbtoolkit.worker.collectives import new_gloo_group, without_gloo_lines
@@ -64,7 +63,7 @@ class RankJob:
     spec: JobSpec
     load: Callable[[], Callable[..., Any]]
     """Returns the training function."""
-    group: messages.GroupDescriptors
+    group: GroupDescriptors
     """The agent's and the ranks' ends of their connections."""
 
 
@@ -104,19 +103,20 @@ def _run_job(job: RankJob, rank: int, channel: SupervisorChannel) -> None:
         local_rank=int(os.environ.get("LOCAL_RANK", 0)),
         world_size=spec.plan.processes,
     )
-    imports = ImportRecorder(lambda names: channel.send(messages.ModulesImported(names=names)))
+    imports = ImportRecorder()
     if rank == 0:
-        # The fork server imports these modules for the next launch.
         sys.meta_path.insert(0, imports)
     try:
         with torchrun_conditions(context):
             function = job.load()
+            if rank == 0:
+                function = _noting_imports(function, imports, channel)
             if spec.in_search:  # others run in the same working directory
                 function = _noting_files(function, spec.paths, channel)
             channel.send(messages.PhaseReached(phase="ready"))
             # The supervisor sends Go when every rank is ready.
             if spec.plan.processes == 1 or channel.wait() is not None:
-                _call_and_report(function, context, channel, imports)
+                _call_and_report(function, context, channel)
     except BaseException as error:
         _report_error(spec.paths, rank, channel, error)
     finally:
@@ -167,11 +167,26 @@ def _noting_files(
     return noting
 
 
+def _noting_imports(
+    function: Callable[..., Any], imports: ImportRecorder, channel: SupervisorChannel
+) -> Callable[..., Any]:
+    """The function; at its end the modules that it imported are told, for later launches."""
+
+    @wraps(function)
+    def noting(config: object, ctx: object) -> object:
+        try:
+            return function(config, ctx)
+        finally:
+            if names := imports.names():
+                channel.send(messages.ModulesImported(names=names))
+
+    return noting
+
+
 def _call_and_report(
     function: Callable[..., Any],
     context: RunContext,
     channel: SupervisorChannel,
-    imports: ImportRecorder,
 ) -> None:
     seed_everything(context.seed)
     try:
@@ -182,7 +197,6 @@ def _call_and_report(
         return
     _flush()
     context.warn_unused_settings(reads)
-    imports.report_submodules()
     weights = context.weights()
     channel.send(messages.FunctionReturned(numbers=returned_numbers(value), weights=weights))
 
@@ -229,8 +243,8 @@ def _set_up_process(job: RankJob, rank: int) -> tuple[Connection, Connection]:
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))
     return (
-        Connection(socket.socket(fileno=connections[rank])),
-        Connection(socket.socket(fileno=telemetry[rank])),
+        Connection.inherited(connections[rank]),
+        Connection.inherited(telemetry[rank]),
     )
 
 

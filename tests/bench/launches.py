@@ -70,7 +70,7 @@ def first(tracking: bool) -> float:
         spent = seconds(
             lambda: nb.launch(trivial, config, processes=2, resume="never", display="off")
         )
-        from nbtoolkit.launcher.forkserver_client import shutdown
+        from nbtoolkit.launcher.fork_servers import shutdown
 
         shutdown()
     return spent
@@ -83,7 +83,7 @@ def warm_tracked() -> float:
             seconds(lambda: nb.launch(trivial, config, processes=2, resume="never", display="off"))
             for _ in range(ROUNDS)
         ]
-        from nbtoolkit.launcher.forkserver_client import shutdown
+        from nbtoolkit.launcher.fork_servers import shutdown
 
         shutdown()
     return median(spent[1:])

@@ -145,7 +145,7 @@ def two_processes(steps: int) -> float:
 
 @contextmanager
 def shut_afterwards() -> Iterator[None]:
-    from nbtoolkit.launcher.forkserver_client import shutdown
+    from nbtoolkit.launcher.fork_servers import shutdown
 
     try:
         yield

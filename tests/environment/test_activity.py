@@ -17,7 +17,7 @@ import pytest
 from nbtoolkit.environment.resources import Activity, wait_while_active
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.launcher.forkserver_client import ForkServerClient
-from nbtoolkit.run.transport import receive_packet
+from nbtoolkit.run.transport import Connection
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(3600)"
 BURNS = "print('up', flush=True)\nwhile True: pass"
@@ -113,9 +113,10 @@ def test_a_fork_server_that_starts_slowly_is_waited_for(at_start: Callable[[str]
     at_start("import time\nwhile time.process_time() < 1.5: pass")
     client = ForkServerClient(stalled=1.0)
     try:
-        assert client.warm_pids() == {client.pid}
+        client.wait_until_ready()
     finally:
-        client.close()
+        client.disconnect()
+        client.wait_for_end(stalled=20.0)
     assert not client.alive()
 
 
@@ -126,7 +127,7 @@ def test_a_fork_server_that_does_nothing_is_given_up_with_its_last_words(
     client = ForkServerClient(stalled=1.0)
     said = r"does not answer: no progress for 1 s; its last output:\n.*a cold disk"
     with pytest.raises(LaunchError, match=rf"(?s){said}.*Allowed: .*Do now:  launch again"):
-        client.warm_pids()
+        client.wait_until_ready()
     assert not client.alive()
 
 
@@ -134,7 +135,7 @@ def test_an_interrupt_at_the_moment_of_the_first_message_loses_nothing() -> None
     server = ForkServerClient(stalled=5.0)
 
     def interrupt(frame: FrameType, event: str, _: object) -> None:
-        if event == "return" and frame.f_code is receive_packet.__code__:
+        if event == "return" and frame.f_code is Connection.receive.__code__:
             sys.setprofile(None)
             signal.raise_signal(signal.SIGINT)
 
@@ -142,30 +143,13 @@ def test_an_interrupt_at_the_moment_of_the_first_message_loses_nothing() -> None
         sys.setprofile(interrupt)
         try:
             with pytest.raises(KeyboardInterrupt):
-                server.warm_pids()
+                server.wait_until_ready()
         finally:
             sys.setprofile(None)
-        assert server.warm_pids() == {server.pid}
+        server.wait_until_ready()
     finally:
-        server.close()
-
-
-@pytest.mark.long
-def test_a_request_that_takes_long_is_waited_for_and_one_that_hangs_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "prepares.py").write_text(
-        "import sys, time\n"
-        "def slowly():\n    while time.process_time() < begun + 1.5: pass\n"
-        "def never():\n    sys.stderr.write('waits for a licence\\n')\n    time.sleep(3600)\n"
-        "begun = time.process_time()\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    client = ForkServerClient(stalled=1.0)
-    client.preload(["prepares:slowly"])
-    with pytest.raises(LaunchError, match=r"(?s)no progress for 1 s; .*waits for a licence"):
-        client.preload(["prepares:never"])
-    assert not client.alive()
+        server.disconnect()
+        server.wait_for_end(stalled=20.0)
 
 
 def test_a_wait_is_told_of_and_then_ever_more_seldom(capsys: pytest.CaptureFixture[str]) -> None:

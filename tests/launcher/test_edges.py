@@ -7,17 +7,15 @@ import io
 import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
-from kernels import SECONDS, script, until
+from kernels import SECONDS, script
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, RunFolderError
@@ -266,55 +264,6 @@ def test_a_daemon_thread_that_launches_at_the_end_is_told(tmp_path: Path) -> Non
         out, err = kernel.end(SECONDS)
     told = "this process is exiting: its fork server has shut down\n"
     assert (kernel.process.returncode, out) == (0, told), err
-
-
-SLOW = "imports_for_minutes"
-
-BRANCHES = f"""
-import os, sys, time
-from pathlib import Path
-
-overrides = {{"tracking.mlflow": False, "runtime.output_dir": "out"}}
-config = nb.load_config(env=None, overrides=overrides)
-
-def train(config, ctx):
-    import importlib
-    sys.modules.pop({SLOW!r}, None)
-    importlib.import_module({SLOW!r})
-
-nb.launch(train, config, processes=1, display="off")
-from nbtoolkit.launcher import forkserver_client as forkserver
-print(forkserver._current.pid, flush=True)
-time.sleep(600)
-"""
-
-# A rank imports it at once; where it is imported ahead it writes its pid, and takes minutes.
-SLOW_MODULE = """
-import os, time
-if "NBTOOLKIT_RANK" not in os.environ and "RANK" not in os.environ:
-    with open({file!r}, "w") as file:
-        file.write(str(os.getpid()))
-    time.sleep(600)
-"""
-
-
-@pytest.mark.long
-def test_a_branch_that_imports_ends_with_its_forkserver(tmp_path: Path) -> None:
-    installed = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(tmp_path)}))
-    installed.mkdir(parents=True)
-    told = tmp_path / "branch"
-    (installed / f"{SLOW}.py").write_text(SLOW_MODULE.format(file=str(told)))
-    path = os.pathsep.join([str(installed), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    user = {"PYTHONUSERBASE": str(tmp_path), "PYTHONPATH": path}
-    with script(BRANCHES, tmp_path, **user) as kernel:
-        assert kernel.process.stdout is not None
-        fork_server = int(kernel.process.stdout.readline())
-        until(lambda: told.exists() and told.read_text().isdigit(), "the branch")
-        branch = Path("/proc") / told.read_text()
-        assert branch.exists()
-        os.kill(fork_server, signal.SIGKILL)
-        until(lambda: not branch.exists(), "the branch's end", 60)
-        kernel.process.kill()
 
 
 # --- names, panel, dashboards ---------------------------------------------------------------------

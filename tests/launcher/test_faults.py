@@ -22,7 +22,7 @@ from records import last_of, owner_pid
 
 import nbtoolkit as nb
 from nbtoolkit import errors
-from nbtoolkit.launcher.forkserver_client import fork_server
+from nbtoolkit.launcher.fork_servers import fork_server
 from nbtoolkit.run.attempts import last_event
 from nbtoolkit.run.paths import RunPaths
 

@@ -1,4 +1,4 @@
-"""The fork server imports modules before ranks need them, and none that breaks forks."""
+"""The next fork server imports what ranks have imported, and nothing that breaks forks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from kernels import script
-from preloading import SMALL, UNSAFE, launch_until, tell_and_import
+from kernels import script, until
+from preloading import PACKAGE, UNSAFE, launch_until, tell_and_import
 
 import nbtoolkit as nb
 from nbtoolkit.environment.installed import ImportRecorder, environment_key
@@ -27,72 +27,156 @@ def config(tmp_path: Path) -> nb.Config:
 
 
 def test_what_a_rank_imports_is_there_in_a_later_launch(config: nb.Config) -> None:
-    assert launch_until(SMALL, config)
-
-
-def test_ranks_have_no_frames_of_the_branches_before_theirs(config: nb.Config) -> None:
-    """Seven for each: after 140 branches every launch of a kernel failed with RecursionError."""
-
-    def depth(config: nb.Config, ctx: nb.RunContext) -> int:
-        import traceback
-
-        return sum(1 for _ in traceback.walk_stack(None))
-
-    depths = []
-    for name in (SMALL, ALONE, "cycler"):
-        assert launch_until(name, config)
-        result = nb.launch(depth, config, processes=1, resume="never", display="off")
-        depths.append(result.value)
-    assert len(set(depths)) == 1, depths
+    assert launch_until(PACKAGE, config)
 
 
 def test_a_changed_environment_is_not_served_from_old_imports(
     config: nb.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert launch_until(SMALL, config)
+    assert launch_until(PACKAGE, config)
     monkeypatch.setenv("NBTOOLKIT_TEST_SETTING", "1")
-    assert not tell_and_import(SMALL, config)
+    assert not tell_and_import(PACKAGE, config)
 
 
 def test_what_is_only_looked_for_is_not_imported_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch._dynamo looks for pandas and scikit-learn, and needs neither."""
-    told: list[str] = []
-    monkeypatch.setattr(sys, "meta_path", [ImportRecorder(told.extend), *sys.meta_path])
+    recorder = ImportRecorder()
+    monkeypatch.setattr(sys, "meta_path", [recorder, *sys.meta_path])
     monkeypatch.delitem(sys.modules, ALONE, raising=False)
     assert importlib.util.find_spec(ALONE) is not None
-    assert told == []
+    assert recorder.names() == []
     importlib.import_module(ALONE)
-    assert told == [ALONE]
+    assert recorder.names() == [ALONE]
 
 
 BREAKS_FORKS = """
-import sys
-from preloading import SMALL, UNSAFE, launch_until, tell_and_import
+import time
+from preloading import PACKAGE, UNSAFE, launch_until, tell_and_import
+from nbtoolkit.launcher import fork_servers
 
 config = nb.load_config(
     env=None, overrides={"tracking.mlflow": False, "runtime.output_dir": "out"}
 )
 assert not tell_and_import(UNSAFE, config)
-assert launch_until(SMALL, config), "a module that is refused must not keep others out"
+while UNSAFE not in fork_servers._ours().refused:
+    time.sleep(0.1)
+    fork_servers.take_over()
+assert launch_until(PACKAGE, config), "a package that is refused must not keep others out"
 assert not tell_and_import(UNSAFE, config)
 print("left to the ranks")
 """
 
 
+def install_for_one_user(home: Path, name: str, code: str) -> dict[str, str]:
+    """Install a package of 100 modules in a folder of the test's; others share this environment.
+
+    Returns:
+        The variables with which Python finds it.
+    """
+    packages = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(home)}))
+    package = packages / name
+    package.mkdir(parents=True)
+    for number in range(100):
+        (package / f"module_{number}.py").touch()
+    modules = "".join(f"from . import module_{number}\n" for number in range(100))
+    (package / "__init__.py").write_text(f"{modules}{code}")
+    path = os.pathsep.join([str(packages), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    return {"PYTHONUSERBASE": str(home), "PYTHONPATH": path}
+
+
 @pytest.mark.long
-def test_a_module_that_breaks_forks_is_left_to_the_ranks(tmp_path: Path) -> None:
-    """It is installed for one user, in a folder of the test's: others share this environment."""
-    installed = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(tmp_path)}))
-    installed.mkdir(parents=True)
-    # computes in parallel when it is imported: a fork of its importer hangs
-    (installed / f"{UNSAFE}.py").write_text(
-        "import torch\ntorch.set_num_threads(2)\nx = torch.ones(900, 900)\n(x @ x).exp()\n"
-    )
-    path = os.pathsep.join([str(installed), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-    user = {"PYTHONUSERBASE": str(tmp_path), "PYTHONPATH": path}
+def test_a_package_that_breaks_forks_is_left_to_the_ranks(tmp_path: Path) -> None:
+    # It computes in parallel when it is imported: a fork of its importer hangs.
+    code = "import torch\ntorch.set_num_threads(2)\nx = torch.ones(900, 900)\n(x @ x).exp()\n"
+    user = install_for_one_user(tmp_path, UNSAFE, code)
     with script(BREAKS_FORKS, tmp_path, **user) as kernel:
         out, err = kernel.end(240)
     assert (kernel.process.returncode, out) == (0, "left to the ranks\n"), err
+
+
+SLOW = "imports_for_minutes"
+
+IMPORTS_SLOWLY = f"""
+import importlib, time
+
+config = nb.load_config(
+    env=None, overrides={{"tracking.mlflow": False, "runtime.output_dir": "out"}}
+)
+
+def train(config, ctx):
+    importlib.import_module({SLOW!r})
+
+nb.launch(train, config, processes=1, display="off")
+time.sleep(600)
+"""
+
+# A rank imports it at once; where it is imported ahead it writes its pid, and takes minutes.
+SLOW_CODE = """
+import os, time
+if "NBTOOLKIT_RANK" not in os.environ:
+    with open({file!r}, "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)
+"""
+
+
+@pytest.mark.long
+def test_a_fork_server_that_imports_ends_with_its_kernel(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    user = install_for_one_user(tmp_path, SLOW, SLOW_CODE.format(file=str(told)))
+    with script(IMPORTS_SLOWLY, tmp_path, **user) as kernel:
+        until(lambda: told.exists() and told.read_text().isdigit(), "the next fork server")
+        process = Path("/proc") / told.read_text()
+        assert process.exists()
+        kernel.kill()
+        until(lambda: not process.exists(), "its end", 60)
+
+
+SWEEPS = """
+from preloading import PACKAGE
+
+config = nb.load_config(
+    env=None, overrides={"tracking.mlflow": False, "runtime.output_dir": "out"}
+)
+
+def train(config, ctx):
+    import importlib, os, sys, time
+    before = PACKAGE in sys.modules
+    importlib.import_module(PACKAGE)
+    time.sleep(0.5)
+    return {"val_loss": float(before)}
+
+sweep = {
+    "study": {"sampler": "random", "pruner": "none"},
+    "placement": "all_devices_per_trial",
+    "space": {"optim.lr": {"type": "float", "low": 0.1, "high": 0.2}},
+}
+result = nb.sweep(train, config, sweep, n_trials=40, display="off")
+values = result.trials["value"].tolist()
+print(values[0], values[-1])
+"""
+
+
+@pytest.mark.long
+def test_a_search_goes_on_with_the_next_fork_server(tmp_path: Path) -> None:
+    with script(SWEEPS, tmp_path) as kernel:
+        out, err = kernel.end(240)
+    assert (kernel.process.returncode, out) == (0, "0.0 1.0\n"), err
+
+
+def test_a_fork_server_serves_one_set_of_variables_that_torch_reads(
+    config: nb.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch reads them when it is imported: a cell that sets one had no effect on later ranks."""
+
+    def reads(config: nb.Config, ctx: nb.RunContext) -> bool:
+        import torch._dynamo
+
+        return bool(torch._dynamo.config.verbose)
+
+    assert nb.launch(reads, config, processes=1, resume="never", display="off").value is False
+    monkeypatch.setenv("TORCHDYNAMO_VERBOSE", "1")
+    assert nb.launch(reads, config, processes=1, resume="never", display="off").value is True
 
 
 def test_modules_of_the_working_directory_are_never_imported_ahead(
@@ -101,7 +185,7 @@ def test_modules_of_the_working_directory_are_never_imported_ahead(
     (tmp_path / "my_own_module.py").write_text("VALUE = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not tell_and_import("my_own_module", config)
-    assert launch_until(SMALL, config)
+    assert launch_until(PACKAGE, config)
     assert not tell_and_import("my_own_module", config)
 
 

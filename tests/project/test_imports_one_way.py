@@ -66,7 +66,7 @@ STATIONS = [
     {"environment.plan"},
     {"worker.context"},
     {"launcher.agent", "worker.main", "launcher.supervisor_process"},
-    {"launcher.forkserver_client", "launcher.in_process", "launcher.launch"},
+    {"launcher.fork_servers", "launcher.in_process", "launcher.launch"},
 ]
 
 # What the kernel loads for a launch; torch and its kind are for the ranks.

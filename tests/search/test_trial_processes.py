@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import nbtoolkit as nb
-from nbtoolkit.launcher.forkserver_client import fork_server, shutdown
+from nbtoolkit.launcher.fork_servers import shutdown
 from nbtoolkit.run.paths import RunPaths
 
 LR = {"optim.lr": {"type": "float", "low": 1e-4, "high": 1e-1, "log": True}}
@@ -241,15 +241,6 @@ def test_the_first_trials_of_a_kernel_need_not_import_what_optimizers_need(
     shutdown()
     result = nb.sweep(train, config, LR, n_trials=2, display="off")
     assert list(result.trials["value"]) == [1.0, 1.0]
-
-
-def test_schedulers_are_forked_with_the_imports_of_a_sweep(config: nb.Config) -> None:
-    """Each scheduler would spend 0.1 s on them, before its first trial."""
-    shutdown()
-    nb.sweep(lambda config, ctx: {"val_loss": 1.0}, config, ONE_SLOT, n_trials=1, display="off")
-    # The imports of a sweep load it, with every version of Optuna; a launch's do not.
-    maps = Path(f"/proc/{fork_server().pid}/maps").read_text()
-    assert "_statistics" in maps or "_statistics" in sys.builtin_module_names
 
 
 def layers_trial(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:

@@ -237,9 +237,7 @@ class Notebook:
 
     def warm(self) -> set[int]:
         """The pids of the processes that it keeps warm between launches."""
-        cell = self.run(
-            "from nbtoolkit.launcher.forkserver_client import pids; print(*pids())"
-        ).ok()
+        cell = self.run("from nbtoolkit.launcher.fork_servers import pids; print(*pids())").ok()
         # on a busy machine lines of its start come first
         return {int(pid) for pid in cell.text.splitlines()[-1].split()} if cell.text else set()
 
@@ -313,9 +311,7 @@ SHARED: list[Notebook] = []
 def shared_notebook(cwd: Path) -> Iterator[Notebook]:
     """A Notebook for several tests, with a warm fork server; shut down at the end."""
     with notebook(cwd) as running:
-        running.run(
-            "from nbtoolkit.launcher.forkserver_client import fork_server; fork_server()"
-        ).ok()
+        running.run("from nbtoolkit.launcher.fork_servers import fork_server; fork_server()").ok()
         SHARED.append(running)
         try:
             yield running

@@ -20,7 +20,7 @@ from mounts import in_own_mounts
 from tracked_runs import Run, all_runs, client_of, follow, whole_run
 
 from nbtoolkit.errors import TrackingError
-from nbtoolkit.launcher.forkserver_client import ForkServerClient
+from nbtoolkit.launcher.fork_servers import shutdown, track
 from nbtoolkit.launcher.run_handle import wait_for_tracking
 from nbtoolkit.run.events import (
     DevicesSampled,
@@ -30,7 +30,7 @@ from nbtoolkit.run.events import (
 )
 from nbtoolkit.run.messages import RunTracked, TrackRun
 from nbtoolkit.run.paths import RunPaths, read_json
-from nbtoolkit.run.transport import packet_pair, send_packet
+from nbtoolkit.run.transport import Connection
 from nbtoolkit.tracking.database import open_database, tracking_table
 from nbtoolkit.tracking.follower import Follower
 from nbtoolkit.tracking.service import Service, TrackingProcess, replay
@@ -617,16 +617,15 @@ def test_what_is_not_written_yet_is_told_of_and_written_at_the_kernels_end(
     outputs: Path, held: Path
 ) -> None:
     paths = whole_run(outputs)
-    client = ForkServerClient(tracking=True)
-    pid, said = client.track(paths.folder), list[str]()
+    pid, said = track(paths.folder), list[str]()
     assert not wait_for_tracking(paths, pid, said.append, limit=0.0)
     (line,) = said
     assert line.startswith("tracking has not written the whole run yet, and continues in the backg")
     assert str(paths.tracking) in line
     assert f"nbtoolkit.tracking.replay({str(paths.folder)!r})" in line
     with soon(held.touch):
-        client.close(stalled=1.0)
-    assert not client.alive()
+        shutdown(stalled=1.0)
+    assert not psutil.pid_exists(pid)
     assert read_json(paths.tracking)["done"]
     assert [run.info.run_name for run in all_runs(outputs)] == [paths.run_id]
 
@@ -636,17 +635,16 @@ def test_a_launch_waits_for_tracking_that_is_slow_and_tells_of_one_that_fails(
     outputs: Path, held: Path
 ) -> None:
     paths, said = whole_run(outputs), list[str]()
-    client = ForkServerClient(tracking=True)
-    pid = client.track(paths.folder)
+    pid = track(paths.folder)
     with soon(held.touch):
         assert wait_for_tracking(paths, pid, said.append, stalled=1.0)
     assert said == []
     (outputs / "mlflow.db").write_text("not a database, but long enough")
     paths = whole_run(outputs)
-    client.track(paths.folder)
+    track(paths.folder)
     assert not wait_for_tracking(paths, pid, said.append)
     assert said[0].startswith("warning: tracking did not write the whole run: TrackingError: ")
-    client.close()
+    shutdown()
 
 
 def test_a_service_that_does_nothing_is_given_up(outputs: Path) -> None:
@@ -665,12 +663,12 @@ def test_a_service_that_does_nothing_is_given_up(outputs: Path) -> None:
 
 def test_a_request_behind_an_answer_that_nobody_read_is_not_lost(outputs: Path) -> None:
     paths = whole_run(outputs)
-    ours, theirs = packet_pair()
-    with theirs:
-        send_packet(theirs, RunTracked(folder="an earlier run", mlflow_run_id=None))
-        send_packet(ours, TrackRun(folder=str(paths.folder)))
-        ours.close()  # with the answer unread: theirs sees a reset, then the request, then the end
-        Service(theirs).run()
+    kernel, service = Connection.pair()
+    service.send(RunTracked(folder="an earlier run"))
+    kernel.send(TrackRun(folder=str(paths.folder)))
+    kernel.close()  # with the answer unread: the service sees a reset, then the request, the end
+    Service(service).run()
+    service.close()
     assert read_json(paths.tracking)["done"]
 
 

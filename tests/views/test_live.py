@@ -220,8 +220,7 @@ def test_a_run_that_is_killed_or_whose_folder_goes_is_said_to_be(
     kernel.hear(view, "the widget")
     shutil.rmtree(run_folder(tmp_path / "out"))
     kernel.hear(static("Its folder was deleted"), "the end")
-    kill = "from nbtoolkit.run.messages import KillRequest\nhandle._line.send(KillRequest())"
-    kernel.run(f"handle.stop(grace=0.0)\n{kill}")
+    kernel.run("handle.stop(grace=0.0)")
     no_view_thread(kernel)
 
 
