@@ -19,6 +19,7 @@ from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.errors import NbtoolkitError, PlanError
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.in_process import InProcessRecorder, record_inline
+from nbtoolkit.launcher.out_of_memory import is_out_of_memory
 from nbtoolkit.launcher.remote import load_packed, write_packed
 from nbtoolkit.run import messages
 from nbtoolkit.run.attempts import last_event
@@ -35,7 +36,7 @@ from nbtoolkit.search.algorithm import (
     SearchJob,
     SearchRequest,
 )
-from nbtoolkit.search.job_runner import classify_fault, job_request
+from nbtoolkit.search.job_runner import describe_fault, job_request
 from nbtoolkit.search.slots import ALONE, Slot
 from nbtoolkit.worker.main import write_output_to
 
@@ -237,7 +238,7 @@ def run_job(search: SearchRequest, job: SearchJob, cpus: int, driver: Any) -> Jo
         # Anew for each job, so that none sees another's globals.
         record_inline(load_packed(search.paths.folder / _FUNCTION_FILE), request, recorder)
     except Exception as error:
-        fault, text = classify_fault(str(error), paths)
+        fault, text = describe_fault(pack_error(error), is_out_of_memory(error))
         seconds = time.monotonic() - started
         return JobResult(status="failed", seconds=seconds, fault=fault, error=text)
     finally:

@@ -16,10 +16,10 @@ from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, check_same, fold_key
 from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
 from nbtoolkit.errors import FoldError, LaunchError
 from nbtoolkit.folds.folds import Folds
-from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.launch import Train, Where, check_call, task_name
 from nbtoolkit.run.attempts import failed
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunStarted
+from nbtoolkit.run.failure import raise_failure
 from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, find_run
 from nbtoolkit.run.resume import resumable_first_event

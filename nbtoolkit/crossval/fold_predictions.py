@@ -15,11 +15,11 @@ from nbtoolkit.environment.deadline import check_deadline
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.errors import DeadlinePassed, FoldError
 from nbtoolkit.folds.folds import Folds
-from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.run_result import result_of
 from nbtoolkit.run.attempts import failed, run_config
 from nbtoolkit.run.checkpoints.weights import load_model
 from nbtoolkit.run.events import Event, FoldChanged
+from nbtoolkit.run.failure import raise_failure
 from nbtoolkit.run.output import Display, choose_screen, find_display
 from nbtoolkit.run.paths import RunPaths, Status
 from nbtoolkit.run.serialization import add_note, unpack_value

@@ -40,10 +40,11 @@ AUTO_RESTARTS = 2
 
 
 @dataclass(frozen=True)
-class GroupFailure:
-    """Evidence that started ranks could not form a process group."""
+class GroupNotFormed:
+    """Evidence that started ranks could not form a process group; ``late``: not in time."""
 
     reason: str
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,13 +55,13 @@ class PortBusy:
 
 
 @dataclass(frozen=True)
-class OutOfMemory:
+class BatchTooLarge:
     """Evidence that a forward pass of so many samples did not fit into a rank's memory."""
 
     samples: int
 
 
-Evidence = GroupFailure | PortBusy | OutOfMemory | MeasuredSpeed
+Evidence = GroupNotFormed | PortBusy | BatchTooLarge | MeasuredSpeed
 
 
 def make_plan(
@@ -248,7 +249,7 @@ def _apply_evidence(
     batch: BatchSplit,
 ) -> tuple[DevicePlacement, BatchSplit, tuple[str, ...]]:
     """Fall back to one process if the ranks could not form a group; the batch stays the same."""
-    failures = [item for item in evidence if isinstance(item, GroupFailure)]
+    failures = [item for item in evidence if isinstance(item, GroupNotFormed)]
     busy = [f"port {item.port} was busy" for item in evidence if isinstance(item, PortBusy)]
     if placement.processes == 1 or not failures:
         return placement, batch, tuple(busy)
@@ -278,7 +279,7 @@ def _fit_memory(
     Returns:
         The split, the samples of a forward pass that did not fit, and a note.
     """
-    failed = [item.samples for item in evidence if isinstance(item, OutOfMemory)]
+    failed = [item.samples for item in evidence if isinstance(item, BatchTooLarge)]
     if not failed or not may_accumulate_more(config):
         return batch, None, ()
     whole, most = batch.per_device * batch.accumulate, max(1, min(failed) // 2)

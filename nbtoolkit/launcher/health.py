@@ -1,18 +1,19 @@
-"""Watch running ranks for hangs, for calls that not every rank makes, and for device use."""
+"""Watch running ranks for hangs and for calls that not every rank makes."""
 
 from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.environment import resources
-from nbtoolkit.environment.plan import GroupFailure
-from nbtoolkit.environment.resources import SYSTEM_TIME, USER_TIME, process_fields
-from nbtoolkit.launcher import failures
+from nbtoolkit.environment.plan import GroupNotFormed
+from nbtoolkit.launcher import hang_reports
+from nbtoolkit.launcher.device_monitor import DeviceMonitor
+from nbtoolkit.launcher.outcome import Failed
 from nbtoolkit.launcher.worker_group import RankView, WorkerGroup
-from nbtoolkit.run.events import DevicesSampled, Reading
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.worker.main import STACKS_SIGNAL
@@ -22,11 +23,23 @@ if TYPE_CHECKING:
 
 
 BUSY_SHARE = 0.01  # of one core
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 # Seconds that a rank gets to write its stacks, which takes milliseconds on a quiet machine. A late
 # rank would count as one that is stopped, and be blamed.
 _STACK_SECONDS = 2.0
 _UNSEEN_SECONDS = 10.0
+
+
+@dataclass
+class _Usage:
+    """What a rank had used at the last look."""
+
+    cpu: float = 0.0
+    """Seconds of CPU."""
+    io: str = ""
+    """Counters of what it has read and written."""
+    idle_since: float = field(default_factory=time.monotonic)
 
 
 class HangDetector:
@@ -45,9 +58,7 @@ class HangDetector:
         # 1 % of 2 s are two clock ticks (10 ms each), the least that differs from no CPU time.
         self._window = min(2.0, max(0.5, hang_timeout / 8))
         self._sampled_at = time.monotonic()
-        self._cpu = {rank.rank: 0.0 for rank in worker_group.ranks}
-        self._input = {rank.rank: "" for rank in worker_group.ranks}
-        self.idle_since = {rank.rank: time.monotonic() for rank in worker_group.ranks}
+        self._usages = [_Usage() for _ in worker_group.ranks]
         self._warned = False
 
     def sample(self) -> None:
@@ -57,46 +68,44 @@ class HangDetector:
         if gap < self._window:
             return
         least = max(BUSY_SHARE * gap, 2 / _TICKS)
-        for rank, used in self._cpu_seconds().items():
-            view = self._worker_group.ranks[rank]
+        for rank, cpu in zip(self._worker_group.ranks, self._cpu_seconds(), strict=True):
+            usage = self._usages[rank.rank]
             # The time of a child that ended disappears: any change is a sign of life. A rank that
             # waits on a GPU spins.
-            busy = abs(used - self._cpu[rank]) >= least and not self._is_ahead(view)
+            busy = abs(cpu - usage.cpu) >= least and not self._is_ahead(rank)
             # After a gap (this process got no CPU, or the machine slept) nothing is known.
-            if busy or view.long or gap > _UNSEEN_SECONDS or self._has_done_io(view):
-                self.idle_since[rank] = now
-            self._cpu[rank] = used
+            if busy or rank.long or gap > _UNSEEN_SECONDS or self._has_done_io(rank):
+                usage.idle_since = now
+            usage.cpu = cpu
         self._sampled_at = now
 
     def silence(self, rank: RankView) -> float:
         """Return the seconds since the rank sent a message or computed, or another rank ended."""
         ends = [other.ended_at or 0.0 for other in self._worker_group.ranks]
-        return time.monotonic() - max(rank.heard_at, self.idle_since[rank.rank], *ends)
+        return time.monotonic() - max(rank.heard_at, self._usages[rank.rank].idle_since, *ends)
 
     def waits(self, rank: RankView) -> bool:
         """Return whether the rank waits for others, as far as it is known."""
         return rank.asking is not None or rank.waits_at != "" or self._is_ahead(rank)
 
-    def hung(self) -> failures.Failure | None:
+    def hung(self) -> Failed | None:
         """Return the failure for the hung ranks; None if no rank is hung."""
         if (stuck := self._stuck(self._timeout)) is None:
             return None
         stacks = self.stacks()
         stopped = [rank for rank in stuck if not stacks[rank.rank]]  # such as by SIGSTOP
         ranks = self._worker_group.ranks
-        return failures.hang_failure(stopped or stuck, ranks, stacks, self._timeout, self._paths)
+        return hang_reports.hang_failure(
+            stopped or stuck, ranks, stacks, self._timeout, self._paths
+        )
 
     def warning(self) -> str | None:
         """Return a warning, once, at half the timeout; None before."""
         if self._warned or (stuck := self._stuck(self._timeout / 2)) is None:
             return None
         self._warned = True
-        names = " and ".join(str(rank.rank) for rank in stuck)
-        return (
-            f"rank {names} silent and idle for {self._timeout / 2:g} s while another rank waits "
-            f"or has returned; after {self._timeout:g} s it counts as hung (runtime.hang_timeout; "
-            f"`with ctx.pause_hang_detection(...)` suspends this)\n"
-            f"{failures.format_states(self._worker_group.ranks, self.stacks())}"
+        return hang_reports.hang_warning(
+            stuck, self._worker_group.ranks, self.stacks(), self._timeout
         )
 
     def _is_ahead(self, rank: RankView) -> bool:
@@ -110,9 +119,9 @@ class HangDetector:
         """
         if rank.phase == "user" or rank.pid is None:
             return False
-        before = self._input[rank.rank]
-        self._input[rank.rank] = resources.io_counters(rank.pid)
-        return self._input[rank.rank] != before
+        usage = self._usages[rank.rank]
+        before, usage.io = usage.io, resources.io_counters(rank.pid)
+        return usage.io != before
 
     def _stuck(self, seconds: float) -> list[RankView] | None:
         """Return the ranks that others have waited for; None: there are none."""
@@ -134,31 +143,31 @@ class HangDetector:
 
     def stacks(self) -> dict[int, str]:
         """Let all ranks write their stacks to their files, and return what they wrote."""
-        marks = {
-            rank.rank: _size(self._paths.stacks(rank.rank)) for rank in self._worker_group.ranks
-        }
+        ranks = self._worker_group.ranks
+        files = {rank.rank: self._paths.stacks(rank.rank) for rank in ranks}
+        sizes = {rank: _size(file) for rank, file in files.items()}
         before = self._cpu_seconds()
         self._worker_group.signal_ranks(STACKS_SIGNAL)
         limit = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < limit and any(
-            _size(self._paths.stacks(rank)) == mark for rank, mark in marks.items()
+            _size(file) == sizes[rank] for rank, file in files.items()
         ):
             time.sleep(0.01)
         time.sleep(0.02)  # until the writes are complete
         # To write stacks is not a sign of life.
-        for rank, used in self._cpu_seconds().items():
-            self._cpu[rank] += used - before[rank]
-        for view in self._worker_group.ranks:
-            self._has_done_io(view)
-        return {rank: _tail(self._paths.stacks(rank), mark) for rank, mark in marks.items()}
+        for usage, earlier, now in zip(self._usages, before, self._cpu_seconds(), strict=True):
+            usage.cpu += now - earlier
+        for rank in ranks:
+            self._has_done_io(rank)
+        return {rank: _tail(file, sizes[rank]) for rank, file in files.items()}
 
-    def _cpu_seconds(self) -> dict[int, float]:
+    def _cpu_seconds(self) -> list[float]:
         """Return the CPU seconds of each rank and its children."""
         families = resources.children()
-        return {
-            rank.rank: resources.tree_seconds(rank.pid, families) if rank.pid is not None else 0.0
+        return [
+            0.0 if rank.pid is None else resources.tree_seconds(rank.pid, families)
             for rank in self._worker_group.ranks
-        }
+        ]
 
 
 def _size(path: Path) -> int:
@@ -175,53 +184,6 @@ def _tail(path: Path, offset: int) -> str:
         return ""
 
 
-# --- device use ---
-
-
-SAMPLE_SECONDS = 5.0
-_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-class DeviceMonitor:
-    """Writes ``device`` events: memory (bytes) and CPU use (1.0 is one core) per rank, and GPUs."""
-
-    def __init__(self, worker_group: WorkerGroup, record: RunRecord, *, on: bool = True) -> None:
-        self._worker_group, self._record, self._on = worker_group, record, on
-        self._last = time.monotonic()
-        self._cpu: dict[int, float] = {}
-
-    def tick(self) -> None:
-        """Write an event if ``SAMPLE_SECONDS`` have passed."""
-        now = time.monotonic()
-        if not self._on or now - self._last < SAMPLE_SECONDS:
-            return
-        readings = self._ranks(now - self._last) + self._gpus()
-        self._last = now
-        self._record.write(DevicesSampled(readings=readings))
-
-    def _ranks(self, elapsed: float) -> list[Reading]:
-        readings: list[Reading] = []
-        for rank in self._worker_group.ranks:
-            fields = process_fields(rank.pid) if rank.pid is not None else None
-            if fields is None:
-                continue
-            used = (int(fields[USER_TIME]) + int(fields[SYSTEM_TIME])) / _TICKS
-            share = (used - self._cpu.get(rank.rank, 0.0)) / elapsed
-            self._cpu[rank.rank] = used
-            readings.append(
-                {"rank": rank.rank, "cpu": round(share, 3), "memory": int(fields[21]) * _PAGE}
-            )
-        return readings
-
-    def _gpus(self) -> list[Reading]:
-        if self._worker_group.plan.device_type != "cuda":
-            return []
-        from nbtoolkit.environment.hardware import sample_devices
-
-        return sample_devices(self._worker_group.plan.devices)
-
-
 # --- all checks of a worker group ---
 
 
@@ -235,17 +197,6 @@ _BUSY_FACTOR = 4
 NOT_STARTED_SECONDS = 10.0
 # Seconds that a rank waits in ctx.report before the other ranks are checked.
 MISSING_SECONDS = 4.0
-
-# What a rank does in the phases before the training function is called.
-_STARTING = {
-    "none": "its process has not come up",
-    "started": "it waits to join the process group",
-    "group": "it loads the training function and the modules that it imports",
-}
-
-
-class LateGroup(GroupFailure):
-    """The ranks formed no group in time; a fork beside elastic's thread can make them hang."""
 
 
 class HealthMonitor:
@@ -275,7 +226,7 @@ class HealthMonitor:
         self._monitor = DeviceMonitor(worker_group, record, on=config.tracking.device_metrics)
         self._told_of_start = False
 
-    def check(self) -> failures.Failure | LateGroup | None:
+    def check(self) -> Failed | GroupNotFormed | None:
         """Check once; return the failure that ends the worker group, or None."""
         self._monitor.tick()
         self._hangs.sample()
@@ -291,46 +242,43 @@ class HealthMonitor:
             return 0.0
         return min(self._hangs.silence(rank) for rank in ranks)
 
-    def _check_start(self) -> failures.Failure | LateGroup | None:
+    def _check_start(self) -> Failed | GroupNotFormed | None:
         """Find ranks that block before the training function is called."""
         ranks = self._worker_group.ranks
         if joining := [rank for rank in ranks if not rank.has_group and not rank.over]:
             took = time.monotonic() - self._worker_group.started_at
             idle = min(self._hangs.silence(rank) for rank in joining)
             if idle > self._start_seconds or took > _BUSY_FACTOR * self._start_seconds:
-                return LateGroup(f"the ranks did not form a group within {took:.0f} s")
-        starting = [rank for rank in ranks if rank.phase in _STARTING]
+                return GroupNotFormed(
+                    f"the ranks did not form a group within {took:.0f} s", late=True
+                )
+        starting = [rank for rank in ranks if rank.phase in hang_reports.STARTING]
         idle_ranks = self._idle(starting, NOT_STARTED_SECONDS)
         if idle_ranks and not self._told_of_start:
             self._told_of_start = True
-            self._record.note(self._not_started(idle_ranks), level="warning")
+            self._hangs.stacks()
+            idle = max(self._hangs.silence(rank) for rank in idle_ranks)
+            warning = hang_reports.start_warning(idle_ranks, idle, self._record.paths)
+            self._record.note(warning, level="warning")
         loading = [rank for rank in ranks if rank.phase == "group"]
         if blocked := self._idle(loading, self._hang_timeout):
             stacks = self._hangs.stacks()
-            return failures.start_failure(blocked, stacks, self._hang_timeout, self._record.paths)
+            return hang_reports.start_failure(
+                blocked, stacks, self._hang_timeout, self._record.paths
+            )
         return None
 
     def _idle(self, ranks: list[RankView], seconds: float) -> list[RankView]:
         return [rank for rank in ranks if self._hangs.silence(rank) >= seconds]
 
-    def _not_started(self, ranks: list[RankView]) -> str:
-        self._hangs.stacks()
-        lines = [
-            f"rank {rank.rank} has not started after {self._hangs.silence(rank):.0f} s: "
-            f"{_STARTING[rank.phase]}, and is idle; its stack: "
-            f"{self._record.paths.stacks(rank.rank)}"
-            for rank in ranks
-        ]
-        return "\n".join(lines)
-
-    def _check_work(self) -> failures.Failure | None:
+    def _check_work(self) -> Failed | None:
         if (failure := self._check_calls()) is not None:
             return failure
         if (warning := self._hangs.warning()) is not None:
             self._record.note(warning, level="warning")
         return self._hangs.hung()
 
-    def _check_calls(self) -> failures.Failure | None:
+    def _check_calls(self) -> Failed | None:
         """Find ranks that wait for each other in different calls."""
         ranks = self._worker_group.ranks
         asking = [rank for rank in ranks if rank.asking is not None]
@@ -340,7 +288,7 @@ class HealthMonitor:
         if failed or len(ranks) == 1 or len(over) == len(ranks):
             return None
         if asking and over:
-            self._worker_group.reply(failures.refuse_lone_call(asking, over))
+            self._worker_group.reply(hang_reports.refuse_lone_call(asking, over))
             return None
         if not others:
             return None
@@ -350,10 +298,10 @@ class HealthMonitor:
             return None
         waiting = [rank for rank in others if self._hangs.waits(rank)]
         if asking and waiting:
-            self._worker_group.reply(failures.refuse_lone_call(asking, waiting))
+            self._worker_group.reply(hang_reports.refuse_lone_call(asking, waiting))
         elif len(waiting) == len(others) and (over or _in_different_calls(others)):
             self._hangs.stacks()
-            return failures.deadlock_failure(others, over, self._record.paths)
+            return hang_reports.deadlock_failure(others, over, self._record.paths)
         return None
 
 

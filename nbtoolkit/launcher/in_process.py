@@ -25,11 +25,11 @@ from nbtoolkit.environment.variables import (
     without_stale,
 )
 from nbtoolkit.errors import GroupStartFailed, RunStopped, TrackingError
-from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.run_result import RunResult, refuse_deleted
 from nbtoolkit.launcher.same_code import check_same_code
 from nbtoolkit.run.attempts import last_event
 from nbtoolkit.run.events import Event, EventReader, returned_numbers
+from nbtoolkit.run.failure import raise_failure
 from nbtoolkit.run.messages import Question, Reply, Statement
 from nbtoolkit.run.output import CellOutput, Display
 from nbtoolkit.run.paths import RunPaths, folder_error

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
+from nbtoolkit.launcher.outcome import Failed
 from nbtoolkit.run import messages
 from nbtoolkit.run.events import CheckpointSaved, MetricsLogged, MetricsReported
-
-if TYPE_CHECKING:
-    from nbtoolkit.launcher.failures import Failure
 
 PAUSES = (1.0, 10.0, 60.0)
 """Seconds before the first, the second and each further restart."""
@@ -44,11 +42,11 @@ class Restarts:
             step = self._reached.get(kind, begin) + 1
         self._reached[kind] = max(step, self._reached.get(kind, step))
 
-    def allows(self, failure: Failure, *, has_checkpoint: bool) -> bool:
+    def allows(self, failed: Failed, *, has_checkpoint: bool) -> bool:
         """Return whether another attempt may help."""
-        if self.count >= self._limit or failure.cause == "final":
+        if self.count >= self._limit or failed.cause == "final":
             return False
-        if failure.cause == "raised" and not has_checkpoint:
+        if failed.cause == "raised" and not has_checkpoint:
             return False
         return self.count == 0 or self._got_further()
 
@@ -61,23 +59,24 @@ class Restarts:
         self._reached = {}
         return pause
 
-    def plan(self, failure: Failure, pause: float, *, has_checkpoint: bool) -> str:
+    def plan(self, failed: Failed, pause: float, *, has_checkpoint: bool) -> str:
         """Return what the user is told of a restart."""
         begin = "the newest checkpoint" if has_checkpoint else "the beginning (no checkpoint)"
         return (
-            f"{failure.brief}: the ranks start again from {begin} in {pause:g} s "
+            f"{failed.brief}: the ranks start again from {begin} in {pause:g} s "
             f"(restart {self.count} of {self._limit})"
         )
 
-    def why_not(self) -> str | None:
-        """Return why a run that was restarted before ends now; None if it never was."""
+    def explain_end(self, failed: Failed) -> Failed:
+        """Return the failure that ends the run, with a note if the run was restarted before."""
         if self.count == 0:
-            return None
+            return failed
         times = "once" if self.count == 1 else f"{self.count} times"
         ends = "that is the limit (runtime.restarts)"
         if not self._got_further():
             ends = "this attempt got no further than the one before"
-        return f"the ranks were restarted {times}; {ends}"
+        note = f"the ranks were restarted {times}; {ends}"
+        return replace(failed, notes=(*failed.notes, note))
 
     def _got_further(self) -> bool:
         return any(step > self._before.get(kind, 0) for kind, step in self._reached.items())

@@ -13,11 +13,11 @@ from typing import Any
 
 from nbtoolkit.environment.resources import Activity, wait_while_active
 from nbtoolkit.errors import LaunchError, RunFolderError
-from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.launcher.fork_servers import import_ahead, take_over
 from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline, refuse_deleted
 from nbtoolkit.run.attempts import completed, first_event, last_event, readable_first_event
 from nbtoolkit.run.events import Event, EventReader, RunEnded, RunStarted
+from nbtoolkit.run.failure import raise_failure
 from nbtoolkit.run.messages import ModulesImported, StopRequest, SupervisorLost
 from nbtoolkit.run.output import RunDisplay, displays
 from nbtoolkit.run.paths import RunPaths, read_or_empty, reading, write_json

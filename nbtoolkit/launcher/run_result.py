@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.errors import CheckpointError, LaunchError, RunFolderError
-from nbtoolkit.launcher.failures import raise_failure
 from nbtoolkit.run.attempts import last_event, newest_plan
 from nbtoolkit.run.events import EventReader, MetricsLogged, RunEnded, RunStarted
+from nbtoolkit.run.failure import raise_failure
 from nbtoolkit.run.output import charts
 from nbtoolkit.run.paths import RunPaths, Status, reading
 from nbtoolkit.run.serialization import unpack_value

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from nbtoolkit.environment.launch_plan import LaunchPlan
-from nbtoolkit.environment.plan import Evidence, GroupFailure, OutOfMemory, PortBusy, make_plan
+from nbtoolkit.environment.plan import (
+    BatchTooLarge,
+    Evidence,
+    GroupNotFormed,
+    PortBusy,
+    make_plan,
+)
 from nbtoolkit.environment.resources import memory_kills
-from nbtoolkit.errors import GroupStartFailed
-from nbtoolkit.launcher import failures
-from nbtoolkit.launcher.health import HealthMonitor, LateGroup
+from nbtoolkit.launcher.failures import classify
+from nbtoolkit.launcher.hang_reports import refuse_different_calls
+from nbtoolkit.launcher.health import HealthMonitor
+from nbtoolkit.launcher.out_of_memory import as_out_of_memory
+from nbtoolkit.launcher.outcome import Failed, Finished, Outcome, OutOfMemory, record_end
 from nbtoolkit.launcher.restarts import Restarts
 from nbtoolkit.launcher.worker_group import RankView, Spawner, WorkerGroup
 from nbtoolkit.run import messages
@@ -21,7 +29,6 @@ from nbtoolkit.run.events import RETURNED, Event, MetricsReported, PlanChanged, 
 from nbtoolkit.run.paths import make_folder
 from nbtoolkit.run.payload import RunRequest
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.run.serialization import pack_error
 from nbtoolkit.run.transport import Connection
 from nbtoolkit.worker.channel import answer_question, record_statement
 
@@ -33,23 +40,44 @@ EXIT_SECONDS = 10.0
 
 PORT_TRIES = 4
 
+Report = MetricsReported | messages.ReportRequest
+JobMessage = messages.UsageWarning | messages.MetricsAnnounced | messages.FilesWritten
 
-@dataclass(frozen=True, kw_only=True)
-class JobListener:
-    """Callbacks of the search that a run belongs to.
 
-    Attributes:
-        reported: receives a report; may return the status to leave with.
-        announced: receives the names of the metrics that will be reported.
-        unread: receives a warning about how the function uses its settings, folds and loaders,
-            and which settings of a search it has not read.
-        written: receives the files that the job has written outside its folder.
-    """
+# --- the states of a run ---
 
-    reported: Callable[[Mapping[str, float], int | None], str | None]
-    announced: Callable[[Sequence[str], Sequence[str], int], None]
-    unread: Callable[[str, Sequence[str]], None]
-    written: Callable[[Sequence[str]], None]
+
+@dataclass(frozen=True)
+class Running:
+    """Ranks run; ``memory_kills``: the kernel's count of kills for memory before they started."""
+
+    group: WorkerGroup
+    health: HealthMonitor
+    memory_kills: int | None
+
+
+@dataclass(frozen=True)
+class Exiting:
+    """The ranks have ended; their processes may take until ``limit`` to exit."""
+
+    group: WorkerGroup
+    outcome: Outcome
+    limit: float
+
+
+@dataclass(frozen=True)
+class Pausing:
+    """The ranks have failed, and start again at ``until``."""
+
+    failed: Failed
+    until: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of the run is written."""
+
+    outcome: Outcome
 
 
 class RunSupervisor:
@@ -61,75 +89,47 @@ class RunSupervisor:
     Args:
         request: the run.
         spawner: starts worker groups.
-        listener: the search it belongs to; None for none.
         durable: see :class:`RunRecord`.
 
     Attributes:
         paths: the run's folder.
         plan: the current plan.
         record: the run's record.
-        outcome: how it ended: a status, or a failure; None while it runs.
     """
 
-    def __init__(
-        self,
-        request: RunRequest,
-        spawner: Spawner,
-        *,
-        listener: JobListener | None = None,
-        durable: bool = True,
-    ) -> None:
+    def __init__(self, request: RunRequest, spawner: Spawner, *, durable: bool = True) -> None:
         self._request, self._spawner = request, spawner
-        self._listener = listener
         self.paths = request.job.paths
         self.plan: LaunchPlan = request.job.plan
         self.record = RunRecord(self.paths, deadline=request.job.deadline, durable=durable)
-        self.outcome: str | failures.Failure | GroupFailure | PortBusy | None = None
-        self._worker_group: WorkerGroup | None = None
-        self._kill_at: float | None = None
-        self.killed_on_request = False
-        self._was_late = False
+        self._state: Running | Exiting | Pausing | Ended | None = None  # before the start
+        self._kill_at = math.inf
         limit = self.plan.too_large
-        self._evidence: list[Evidence] = [] if limit is None else [OutOfMemory(limit)]
+        self._evidence: list[Evidence] = [] if limit is None else [BatchTooLarge(limit)]
         if request.speed is not None:
             self._evidence.append(request.speed)
-        # How the worker group ended, and until when its processes may exit.
-        self._exiting: tuple[Any, float] | None = None
         self._restarts = Restarts(self.plan.restarts)
-        # The failure after which the ranks start again, and when.
-        self._restarting: tuple[failures.Failure, float] | None = None
+        self._had_late_group = False
 
     def begin(self) -> None:
         """Start the ranks of an attempt whose first event is written."""
         for level, text in self._request.notes:
             self.record.note(text, level)
-        self._follow(self._start())
+        self._state = self._start()
         # Here, where nothing waits for it: each rank would flush the folder's name at its end.
         make_folder(self.paths.value(0).parent, durable=False)
         self.record.make_findable()
 
     def poll(self) -> bool:
         """Check everything once; return True when the run is over and its end is written."""
-        if self._restarting is not None:
-            return self._wait_for_restart(*self._restarting)
-        worker_group = self._worker_group
-        assert worker_group is not None
-        self._listen(worker_group)
-        if self._exiting is None:
-            self._check_stop(worker_group)
-            self._announce_stop(worker_group)
-            ended = failures.classify(worker_group, self) or self._health.check()
-            if ended is None:
-                return False
-            grace = EXIT_SECONDS if isinstance(ended, str) else FAILURE_GRACE
-            self._exiting = ended, time.monotonic() + grace
-            if isinstance(ended, str):
-                worker_group.go()  # they may exit
-        return self._exit(worker_group, *self._exiting)
-
-    def lines(self) -> list[Connection]:
-        """Connections to wait for: the agent's and the ranks'."""
-        return [] if self._worker_group is None else self._worker_group.lines()
+        match self._state:
+            case Running():
+                self._state = self._watch(self._state)
+            case Exiting():
+                self._state = self._wait_for_exit(self._state)
+            case Pausing():
+                self._state = self._wait_for_restart(self._state)
+        return self.outcome is not None
 
     def stop(self, reason: str, grace: float | None = None, status: str = "stopped") -> None:
         """Stop the ranks at their next report.
@@ -141,99 +141,109 @@ class RunSupervisor:
         """
         self.record.request_stop(status, reason, grace)
         if grace is not None:
-            limit = time.monotonic() + grace
-            self._kill_at = limit if self._kill_at is None else min(limit, self._kill_at)
+            self._kill_at = min(self._kill_at, time.monotonic() + grace)
 
     def abandon(self) -> None:
-        """Kill the processes without a record."""
-        if self._worker_group is not None:
-            self._close(self._worker_group)
+        """Kill the processes, if there are any, and write nothing."""
+        if isinstance(self._state, (Running, Exiting)):
+            self._spawner.dismiss(self._state.group)
+            self._state = None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the run has ended; None before its end is written."""
+        return self._state.outcome if isinstance(self._state, Ended) else None
 
     @property
     def exiting(self) -> bool:
-        """True once the outcome is known, while the processes exit."""
-        return self._exiting is not None
+        """True while the processes of ranks that have ended exit."""
+        return isinstance(self._state, Exiting)
 
-    @property
-    def status(self) -> str | None:
-        """The final status as soon as it is known; None while the run goes on, or if it failed."""
-        known = self.outcome if self._exiting is None else self._exiting[0]
-        return known if isinstance(known, str) else None
+    def lines(self) -> list[Connection]:
+        """Connections to wait for: the agent's and the ranks'."""
+        if isinstance(self._state, (Running, Exiting)):
+            return self._state.group.lines()
+        return []
 
     def silence(self) -> float:
         """Return the seconds since any rank sent a message or computed."""
-        return 0.0 if self._worker_group is None else self._health.silence()
+        return self._state.health.silence() if isinstance(self._state, Running) else 0.0
 
-    # --- a worker group ---
+    # --- from one state to the next ---
 
-    def _follow(self, worker_group: WorkerGroup) -> None:
-        self._exiting = None
-        self._memory_kills = memory_kills()
-        self._worker_group = worker_group
-        self._health = HealthMonitor(worker_group, self.record, self._request.job.config)
+    def _start(self) -> Running:
+        """Start ranks with the current plan."""
+        kills = memory_kills()
+        group = self._spawner.start(replace(self._request.job, plan=self.plan))
+        return Running(group, HealthMonitor(group, self.record, self._request.job.config), kills)
 
-    def _start(self) -> WorkerGroup:
-        return self._spawner.start(replace(self._request.job, plan=self.plan))
+    def _watch(self, running: Running) -> Running | Exiting:
+        """Listen to the ranks, and follow requests, until the ranks have ended."""
+        group = running.group
+        self._listen(group)
+        self._follow_requests()
+        self._announce_stop(group)
+        outcome = self._end_of_ranks(running)
+        if outcome is None:
+            return running
+        grace = FAILURE_GRACE
+        if isinstance(outcome, Finished):
+            grace = EXIT_SECONDS
+            group.go()  # the processes may exit
+        return Exiting(group, outcome, time.monotonic() + grace)
 
-    def _exit(self, worker_group: WorkerGroup, ended: Any, limit: float) -> bool:
-        """Wait for the processes to exit; then start another group, or record the end."""
-        failed = not isinstance(ended, str)
+    def _end_of_ranks(self, running: Running) -> Outcome | None:
+        """Return how the ranks have ended; None while they run."""
+        group = running.group
+        if time.monotonic() >= self._kill_at:
+            group.kill()
+            gone = group.exited is not None or all(rank.over for rank in group.ranks)
+            return Finished(self.record.leaving or "stopped") if gone else None
+        outcome = classify(group, self.paths)
+        if isinstance(outcome, Failed):
+            return as_out_of_memory(
+                outcome,
+                self.plan,
+                self._request.job.config,
+                in_loop=group.ranks[outcome.rank].accumulates,
+                kills=running.memory_kills,
+            )
+        return outcome or running.health.check()
+
+    def _wait_for_exit(self, exiting: Exiting) -> Running | Exiting | Pausing | Ended:
+        """Let the processes exit; then decide what follows."""
+        group = exiting.group
+        self._listen(group)
         # Ranks that raised wait to be killed; the agent of ranks that have ended has no more to do.
-        over = worker_group.exited is not None or (
-            all(rank.over for rank in worker_group.ranks) if failed else worker_group.ranks_ended()
-        )
-        if not over and time.monotonic() < limit:
-            return False
-        self._close(worker_group)
-        if isinstance(ended, failures.Failure):
-            ended = self._after_failure(worker_group, ended)
-        if self._again(ended):
-            self._follow(self._start())
-            return False
-        if isinstance(ended, failures.Failure):
-            if self._restart_after(ended):
-                return False
-            if (why := self._restarts.why_not()) is not None:
-                ended = replace(ended, notes=[*ended.notes, why])
-        self.outcome = ended
-        self._settle(ended)
-        return True
-
-    def _close(self, worker_group: WorkerGroup) -> None:
-        self._spawner.dismiss(worker_group)
-        self._worker_group = None
-
-    def _after_failure(
-        self, worker_group: WorkerGroup, failure: failures.Failure
-    ) -> failures.Failure | OutOfMemory:
-        """Return the evidence if less memory for each forward pass may help, else the failure."""
-        known = failure.rank is not None
-        if not known or not failures.ran_out_of_memory(failure.error, self._memory_kills):
-            return failure
-        may_restart = self.record.leaving is None
-        in_loop = worker_group.ranks[failure.rank or 0].accumulates
-        config = self._request.job.config
-        return failures.after_out_of_memory(
-            failure, self.plan, config, in_loop=in_loop, may_restart=may_restart
-        )
-
-    def _again(self, ended: Any) -> bool:
-        """Return True if another attempt may help where the ranks failed; plan it."""
-        if isinstance(ended, LateGroup) and not self._was_late:
-            self._was_late = True
-            self.record.note(f"{ended.reason}: trying again", level="warning")
-            return True
-        if isinstance(ended, PortBusy):
-            helps = [type(one) for one in self._evidence].count(PortBusy) < PORT_TRIES
-        elif isinstance(ended, GroupFailure):
-            helps = self.plan.processes > 1 and self.plan.fallback
+        if isinstance(exiting.outcome, Finished):
+            over = group.ranks_ended()
         else:
-            helps = isinstance(ended, OutOfMemory)
-        if helps:
-            self._replan(ended)
-        return helps
+            over = all(rank.over for rank in group.ranks)
+        if not over and group.exited is None and time.monotonic() < exiting.limit:
+            return exiting
+        self.abandon()
+        return self._after(exiting.outcome)
 
-    def _replan(self, evidence: Evidence) -> None:
+    def _after(self, outcome: Outcome) -> Running | Pausing | Ended:
+        """Decide what follows the end of the ranks: other ranks, or the end of the run."""
+        match outcome:
+            case GroupNotFormed(late=True) if not self._had_late_group:
+                # A fork beside elastic's thread can make ranks hang; it rarely does so twice.
+                self._had_late_group = True
+                self.record.note(f"{outcome.reason}: trying again", level="warning")
+                return self._start()
+            case GroupNotFormed() if self.plan.processes > 1 and self.plan.fallback:
+                return self._start_otherwise(outcome)
+            case PortBusy() if self._ports_tried < PORT_TRIES:
+                return self._start_otherwise(outcome)
+            case OutOfMemory(can_split=True) if self.record.leaving is None:
+                return self._start_otherwise(BatchTooLarge(self.plan.batch_size_per_device))
+            case Failed():
+                return self._pause(outcome) or self._end(self._restarts.explain_end(outcome))
+        return self._end(outcome)
+
+    def _start_otherwise(self, evidence: Evidence) -> Running:
+        """Start ranks with a plan that considers what went wrong with this one."""
         request, start = self._request, self.plan.start
         self._evidence.append(evidence)
         self.plan = make_plan(
@@ -243,96 +253,112 @@ class RunSupervisor:
         self.record.note(
             f"{self.plan.reasons[0]}\nnew plan: {self.plan.explain()}", level="warning"
         )
+        return self._start()
 
-    # --- restarts ---
+    @property
+    def _ports_tried(self) -> int:
+        return sum(isinstance(item, PortBusy) for item in self._evidence)
 
-    def _restart_after(self, failure: failures.Failure) -> bool:
-        """Return True if the ranks will start again; they do so after a pause."""
+    def _pause(self, failed: Failed) -> Pausing | None:
+        """Return the pause before the ranks start again; None if they do not."""
         saved = has_checkpoint(self.paths.checkpoints)
-        if self.record.leaving is not None:
-            return False
-        if not self._restarts.allows(failure, has_checkpoint=saved):
-            return False
+        allowed = self._restarts.allows(failed, has_checkpoint=saved)
+        if self.record.leaving is not None or not allowed:
+            return None
         pause = self._restarts.begin()
-        self.record.note(self._restarts.plan(failure, pause, has_checkpoint=saved), "warning")
-        self._exiting = None
-        self._restarting = failure, time.monotonic() + pause
-        return True
+        self.record.note(self._restarts.plan(failed, pause, has_checkpoint=saved), "warning")
+        return Pausing(failed, time.monotonic() + pause)
 
-    def _wait_for_restart(self, failure: failures.Failure, at: float) -> bool:
-        """Start the ranks after the pause; return True if the run has to end before."""
-        if (request := self.record.stop_requested()) is not None:
-            self.stop(request.reason, request.grace)
+    def _wait_for_restart(self, pausing: Pausing) -> Running | Pausing | Ended:
+        """Start the ranks after the pause, in another attempt, unless the run has to end before."""
+        self._follow_requests()
         if (status := self.record.decide()) is not None:
-            self._restarting, self.outcome = None, status
-            self._settle(status)
-            return True
-        if time.monotonic() >= at:
-            self._restarting = None
-            self._begin_attempt(failure)
-        return False
-
-    def _begin_attempt(self, failure: failures.Failure) -> None:
-        """Start the ranks again, in an attempt with a first event of its own."""
+            return self._end(Finished(status))
+        if time.monotonic() < pausing.until:
+            return pausing
         header = self._request.header
         self.record.begin_attempt(
             replace(
                 header,
                 attempt=header.attempt + self._restarts.count,
-                restarted_after=failure.brief,
+                restarted_after=pausing.failed.brief,
                 plan=self.plan.to_dict(),
             )
         )
-        self._follow(self._start())
+        return self._start()
+
+    def _end(self, outcome: Outcome) -> Ended:
+        record_end(self.record, outcome, self.plan)
+        return Ended(outcome)
+
+    # --- stopping ---
+
+    def _follow_requests(self) -> None:
+        """Follow a request that a handle has written into the run's folder."""
+        if (request := self.record.stop_requested()) is not None:
+            self.stop(request.reason, request.grace)
+
+    def _announce_stop(self, group: WorkerGroup) -> None:
+        """Notify rank 0, in the function, of a pending stop: its next report may be hours away."""
+        first = group.ranks[0]
+        if self.record.leaving is not None and first.phase == "user" and not group.stop_sent:
+            group.stop_sent = True
+            first.line.send(messages.StopPending())
 
     # --- messages ---
 
-    def _listen(self, worker_group: WorkerGroup) -> None:
+    def _listen(self, group: WorkerGroup) -> None:
         """Handle all new messages."""
-        for rank, message in worker_group.receive():
-            self._on_message(worker_group, rank, message)
-        dead = worker_group.find_dead()
+        for rank, message in group.receive():
+            self._on_message(group, rank, message)
+        dead = group.find_dead()
         if dead:
             # A fork server that has died takes the ranks with it; Linux closes its connection
             # before it ends them.
             self._spawner.receive()
         for rank in dead:
             for message in rank.drain():  # its final message may have come with its end
-                self._on_message(worker_group, rank, message)
+                self._on_message(group, rank, message)
             if not rank.over:
                 rank.end("dead")
 
-    def _on_message(
-        self, worker_group: WorkerGroup, rank: RankView, message: messages.Message
-    ) -> None:
-        worker_group.note(rank, message)
+    def _on_message(self, group: WorkerGroup, rank: RankView, message: messages.Message) -> None:
+        group.note(rank, message)
         if rank.rank == 0:
             self._restarts.note(message)
-        listener = self._listener
-        if isinstance(message, messages.UsageWarning) and listener is not None:
-            listener.unread(message.text, message.searched)
-        elif isinstance(message, (Event, messages.UsageWarning)):
-            record_statement(self.record, message)
-            if isinstance(message, MetricsReported):
-                self._judge(message)
-        elif isinstance(message, messages.PhaseReached):
-            self._on_phase(worker_group, rank)
-        elif isinstance(message, messages.FunctionReturned):
-            self._on_returned(worker_group, rank, message)
-        elif isinstance(message, messages.Question):
-            self._answer_if_all_ask(worker_group)
-        elif isinstance(message, messages.MetricsAnnounced) and listener is not None:
-            listener.announced(message.names, message.stems, message.first_step)
-        elif isinstance(message, messages.FilesWritten) and listener is not None:
-            listener.written(message.paths)
-        elif isinstance(message, messages.ModulesImported):
-            self._spawner.import_ahead(message.names)
+        match message:
+            case messages.PhaseReached():
+                self._on_phase(group, rank)
+            case messages.FunctionReturned():
+                self._on_returned(group, rank, message)
+            case messages.Question():
+                self._answer_if_all_ask(group)
+            case messages.ModulesImported():
+                self._spawner.import_ahead(message.names)
+            case messages.UsageWarning() | messages.MetricsAnnounced() | messages.FilesWritten():
+                self._on_job_message(message)
+            case Event():
+                record_statement(self.record, message)
+                if isinstance(message, MetricsReported):
+                    self._follow_judgement(message)
+
+    def _on_job_message(self, message: JobMessage) -> None:
+        """Handle a message that concerns the search of a run; a run without one notes warnings."""
+        record_statement(self.record, message)
+
+    def _judge(self, report: Report) -> str | None:
+        """Return the status with which a search ends the run for its report; None: it goes on."""
+        return None
+
+    def _follow_judgement(self, report: Report) -> None:
+        if (status := self._judge(report)) is not None:
+            self.record.request_stop(status, "judged by what it reported")
 
     def _on_returned(
-        self, worker_group: WorkerGroup, rank: RankView, message: messages.FunctionReturned
+        self, group: WorkerGroup, rank: RankView, message: messages.FunctionReturned
     ) -> None:
         self.record.write(RankPhaseChanged(rank=rank.rank, phase=rank.phase, pid=rank.pid))
-        last_words = [other.last_word for other in worker_group.ranks]
+        last_words = [other.last_word for other in group.ranks]
         returned = [word for word in last_words if isinstance(word, messages.FunctionReturned)]
         if len(returned) == len(last_words):
             self.record.compare(
@@ -341,74 +367,28 @@ class RunSupervisor:
         if rank.rank == 0:
             self.record.returned(message.numbers)
 
-    def _on_phase(self, worker_group: WorkerGroup, rank: RankView) -> None:
+    def _on_phase(self, group: WorkerGroup, rank: RankView) -> None:
         self.record.write(RankPhaseChanged(rank=rank.rank, phase=rank.phase, pid=rank.pid))
-        if rank.phase == "ready" and worker_group.all_are("ready"):
-            worker_group.go()
-            for other in worker_group.ranks:
+        if rank.phase == "ready" and group.all_are("ready"):
+            group.go()
+            for other in group.ranks:
                 other.phase = "user"
 
-    def _answer_if_all_ask(self, worker_group: WorkerGroup) -> None:
-        questions = [rank.asking for rank in worker_group.ranks if rank.asking is not None]
-        if len(questions) == len(worker_group.ranks):
-            worker_group.reply(self._answer(questions))
+    def _answer_if_all_ask(self, group: WorkerGroup) -> None:
+        questions = [rank.asking for rank in group.ranks if rank.asking is not None]
+        if len(questions) == len(group.ranks):
+            group.reply(self._answer(questions))
 
     def _answer(self, questions: Sequence[messages.Question]) -> messages.Reply:
         if len({type(question) for question in questions}) > 1:
-            return failures.refuse_different_calls(questions)
+            return refuse_different_calls(questions)
         reports = [one for one in questions if isinstance(one, messages.ReportRequest)]
         if reports:
             self.record.compare(
                 [report.weights for report in reports], [report.values for report in reports]
             )
-            self._judge(reports[0])
+            self._follow_judgement(reports[0])
         return answer_question(self.record, questions[0])
-
-    def _judge(self, report: MetricsReported | messages.ReportRequest) -> None:
-        """Pass a report to the search, and stop the run if the search says so."""
-        if self._listener is None:
-            return
-        status = self._listener.reported(report.values, report.step)
-        if status is not None:
-            self.record.request_stop(status, "judged by what it reported")
-
-    # --- stopping ---
-
-    def _check_stop(self, worker_group: WorkerGroup) -> None:
-        """Follow requests in the run's folder, and kill ranks whose grace has run out."""
-        if (request := self.record.stop_requested()) is not None:
-            self.stop(request.reason, request.grace)
-        if self._kill_at is not None and time.monotonic() >= self._kill_at:
-            self.killed_on_request = True
-            worker_group.kill()
-
-    def _announce_stop(self, worker_group: WorkerGroup) -> None:
-        """Notify rank 0, in the function, of a pending stop: its next report may be hours away."""
-        first = worker_group.ranks[0]
-        if self.record.leaving is not None and first.phase == "user" and not worker_group.stop_sent:
-            worker_group.stop_sent = True
-            first.line.send(messages.StopPending())
-
-    # --- the end ---
-
-    def _settle(self, ended: Any) -> None:
-        """Record how the run ended."""
-        if isinstance(ended, str):
-            self.record.complete(ended, self.plan.processes)
-        elif isinstance(ended, failures.Failure):
-            self.record.fail(ended.error, rank=ended.rank, notes=ended.notes)
-        else:
-            self.record.fail(pack_error(self._not_started(ended)), rank=None)
-
-    def _not_started(self, ended: Any) -> GroupStartFailed:
-        count = self.plan.processes
-        what = f"{count} ranks could not form a process group"
-        return GroupStartFailed(
-            f"{what if count > 1 else 'the rank could not start'}: "
-            f"{getattr(ended, 'reason', ended)}",
-            allowed="distributed.fallback: true continues with one process" if count > 1 else "",
-            do=f"read {self.paths.agent_log} and {self.paths.log(0)}",
-        )
 
 
 def _named(numbers: dict[str, float]) -> dict[str, float]:

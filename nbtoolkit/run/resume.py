@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.kernel_mlflow import active_run
-from nbtoolkit.environment.plan import OutOfMemory
+from nbtoolkit.environment.plan import BatchTooLarge
 from nbtoolkit.errors import LaunchError, ResumeError, RunFileError
 from nbtoolkit.run.attempts import (
     as_recorded,
@@ -131,12 +131,12 @@ class ChosenRun:
         processes = self.plan_before.get("processes")
         return processes if isinstance(processes, int) else None
 
-    def learned(self, plan: LaunchPlan) -> tuple[OutOfMemory, ...]:
+    def learned(self, plan: LaunchPlan) -> tuple[BatchTooLarge, ...]:
         """What the attempt before has learned about the memory, if it had devices like these."""
         before, now = self.plan_before, plan.to_dict()
         limit = before.get("too_large")
         same = all(before.get(name) == now[name] for name in _MEMORY)
-        return (OutOfMemory(limit),) if self.resumed and same and isinstance(limit, int) else ()
+        return (BatchTooLarge(limit),) if self.resumed and same and isinstance(limit, int) else ()
 
 
 def choose_run(

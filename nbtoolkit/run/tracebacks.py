@@ -17,6 +17,7 @@ from nbtoolkit.errors import NbtoolkitError
 
 _OUR_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _NOT_OUTSIDE = (_OUR_FOLDER, "<frozen")
+_CALLS_FUNCTION = "/nbtoolkit/worker/main.py"
 _MAX_FRAMES = 100  # of a traceback; a RecursionError has a thousand
 
 
@@ -197,3 +198,11 @@ def is_users(file: str) -> bool:
     """Return whether a file is in no installed package, not in Python and not in nbtoolkit."""
     foreign = (*installed_roots(), sysconfig.get_path("stdlib"), *_NOT_OUTSIDE)
     return not file.startswith(foreign)
+
+
+def without_launcher(stack: str) -> str:
+    """Return a stack, innermost call first, without the callers of the user's function."""
+    lines = itertools.takewhile(
+        lambda line: _CALLS_FUNCTION not in line, stack.strip().splitlines()
+    )
+    return "\n".join(lines)

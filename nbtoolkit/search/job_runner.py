@@ -3,33 +3,50 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 from nbtoolkit.environment.plan import Evidence, make_plan
-from nbtoolkit.launcher.failures import Failure, memory_ran_out
-from nbtoolkit.launcher.supervisor import JobListener, RunSupervisor
+from nbtoolkit.launcher.outcome import Finished, OutOfMemory, error_of
+from nbtoolkit.launcher.supervisor import JobMessage, Report, RunSupervisor
 from nbtoolkit.launcher.worker_group import Spawner
-from nbtoolkit.run.attempts import readable_first_event, readable_last_event
+from nbtoolkit.run import messages
+from nbtoolkit.run.attempts import readable_first_event
 from nbtoolkit.run.paths import RunPaths, make_folder, write_whole
 from nbtoolkit.run.payload import JobSpec, RunRequest
-from nbtoolkit.run.serialization import one_line, recorded_error
+from nbtoolkit.run.serialization import PackedError, one_line
 from nbtoolkit.search.algorithm import Fault, JobResult, JobStatus, SearchJob, SearchRequest
 from nbtoolkit.search.slots import Slot
 
 TIMEOUT_GRACE = 5.0
 """Seconds that a job gets to reach a report after its time limit."""
 
-# The fault by the type of a job's error. The user's code raised all others.
+# The fault by the type of a job's error, unless memory ran out. The user's code raised all others.
 _FAULTS: dict[str, Fault] = {
     "nbtoolkit.errors.WorkerDied": "died",
     "nbtoolkit.errors.WorkerHung": "hung",
     "nbtoolkit.errors.GroupStartFailed": "died",
     "nbtoolkit.errors.LossNotFinite": "nan",
-    "torch.OutOfMemoryError": "oom",
-    "torch.cuda.OutOfMemoryError": "oom",
-    "builtins.MemoryError": "oom",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobListener:
+    """Callbacks of the search that a job belongs to.
+
+    Attributes:
+        reported: receives a report; may return the status to leave with.
+        announced: receives the names of the metrics that will be reported.
+        unread: receives a warning about how the function uses its settings, folds and loaders,
+            and which settings of a search it has not read.
+        written: receives the files that the job has written outside its folder.
+    """
+
+    reported: Callable[[Mapping[str, float], int | None], str | None]
+    announced: Callable[[Sequence[str], Sequence[str], int], None]
+    unread: Callable[[str, Sequence[str]], None]
+    written: Callable[[Sequence[str]], None]
 
 
 class JobRunner(RunSupervisor):
@@ -55,6 +72,7 @@ class JobRunner(RunSupervisor):
         listener: JobListener,
     ) -> None:
         self.job, self.slot = job, slot
+        self._listener = listener
         self._job_started = time.monotonic()
         self._fault: tuple[Fault, str] | None = None
         request = job_request(job, slot, search)
@@ -62,7 +80,7 @@ class JobRunner(RunSupervisor):
         self._hang_timeout = config.runtime.hang_timeout
         # The study has what matters of a trial; a fold is as long as a run.
         durable = job.fold is not None
-        super().__init__(request, spawner, listener=listener, durable=durable)
+        super().__init__(request, spawner, durable=durable)
         self.record.write(request.header)
         self.begin()
         write_whole(self.paths.config, config.to_yaml(), durable=False)
@@ -74,14 +92,33 @@ class JobRunner(RunSupervisor):
 
     def result(self) -> JobResult:
         """Return the result of a job that is over."""
-        seconds, metrics = time.monotonic() - self._job_started, self.record.metrics
+        seconds, metrics, outcome = self._seconds, self.record.metrics, self.outcome
+        assert outcome is not None
         if self._fault is not None:
             fault, text = self._fault
-        elif self.status is not None:
-            return JobResult(status=cast(JobStatus, self.status), metrics=metrics, seconds=seconds)
+        elif isinstance(outcome, Finished):
+            status = cast(JobStatus, outcome.status)
+            return JobResult(status=status, metrics=metrics, seconds=seconds)
         else:
-            fault, text = classify_fault(self.outcome, self.paths)
+            error = error_of(outcome, self.record, self.plan)
+            fault, text = describe_fault(error, isinstance(outcome, OutOfMemory))
         return JobResult(status="failed", metrics=metrics, seconds=seconds, fault=fault, error=text)
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._job_started
+
+    def _on_job_message(self, message: JobMessage) -> None:
+        match message:
+            case messages.UsageWarning():
+                self._listener.unread(message.text, message.searched)
+            case messages.MetricsAnnounced():
+                self._listener.announced(message.names, message.stems, message.first_step)
+            case messages.FilesWritten():
+                self._listener.written(message.paths)
+
+    def _judge(self, report: Report) -> str | None:
+        return self._listener.reported(report.values, report.step)
 
     def _check_limits(self) -> None:
         """Stop the job at its time limit, or if it has a single rank and that one does nothing.
@@ -91,7 +128,7 @@ class JobRunner(RunSupervisor):
         if self._fault is not None or self.exiting:
             return
         limit = self.job.timeout
-        if limit is not None and time.monotonic() - self._job_started > limit:
+        if limit is not None and self._seconds > limit:
             text = f"its time of {limit:g} s is used up"
             self._fault = "timeout", text
             self.stop(text, TIMEOUT_GRACE)
@@ -144,20 +181,7 @@ def job_request(job: SearchJob, slot: Slot, request: SearchRequest) -> RunReques
     )
 
 
-def classify_fault(outcome: Any, paths: RunPaths) -> tuple[Fault, str]:
-    """Classify a failure; return its kind and one line."""
-    if isinstance(outcome, Failure):
-        kind, text = outcome.error.type, outcome.error.text
-        if outcome.out_of_memory:
-            return "oom", one_line(kind, text)
-    else:
-        ended = readable_last_event(paths)
-        kind, text = "", str(outcome)
-        if ended is not None and ended.error is not None:
-            error = recorded_error(ended)
-            kind, text = error.type, error.text
-    fault = _FAULTS.get(kind, "raised")
-    # torch's RuntimeErrors: of cuBLAS, and of the CPU's allocator.
-    if fault == "raised" and memory_ran_out(text):
-        fault = "oom"
-    return fault, one_line(kind, text)
+def describe_fault(error: PackedError, out_of_memory: bool) -> tuple[Fault, str]:
+    """Return the kind of a job's failure, and its error in one line."""
+    fault: Fault = "oom" if out_of_memory else _FAULTS.get(error.type, "raised")
+    return fault, one_line(error.type, error.text)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from nbtoolkit.errors import NbtoolkitError
-from nbtoolkit.launcher.supervisor import JobListener
 from nbtoolkit.launcher.supervisor_process import (
     TICK,
     EventLoop,
@@ -35,7 +34,7 @@ from nbtoolkit.search.algorithm import (
     SearchRequest,
     folder_of,
 )
-from nbtoolkit.search.job_runner import JobRunner
+from nbtoolkit.search.job_runner import JobListener, JobRunner
 from nbtoolkit.search.slots import Slot, SlotAllocator
 
 PREPARE_AFTER = 0.1

@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import LossNotFinite, TuningError
-from nbtoolkit.launcher.failures import is_out_of_memory
 from nbtoolkit.launcher.launch import launch
+from nbtoolkit.launcher.out_of_memory import is_out_of_memory
 from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.launcher.run_result import RunResult
 from nbtoolkit.run.events import Event, MetricsLogged, MetricsReported, RunStarted

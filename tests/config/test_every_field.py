@@ -31,7 +31,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.deadline import time_limit
 from nbtoolkit.environment.launch_plan import LaunchPlan
-from nbtoolkit.environment.plan import GroupFailure, make_plan
+from nbtoolkit.environment.plan import GroupNotFormed, make_plan
 from nbtoolkit.errors import DeadlinePassed, GroupStartFailed, WorkerHung
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.events import EventReader
@@ -108,7 +108,7 @@ def test_two_values_are_planned_differently(case: Planned) -> None:
 def test_without_a_fallback_a_group_that_fails_is_an_error() -> None:
     def plan(value: bool) -> LaunchPlan:
         config = nb.load_config(env=None, overrides={"distributed.fallback": value})
-        failure = GroupFailure("the ranks did not meet")
+        failure = GroupNotFormed("the ranks did not meet")
         return make_plan(config, detect_host(), machine(T4, T4), (failure,))
 
     assert plan(True).processes == 1

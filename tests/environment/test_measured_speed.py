@@ -13,7 +13,7 @@ from nbtoolkit.config.schema import load_config
 from nbtoolkit.environment.hardware import Hardware
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.placement import MeasuredSpeed
-from nbtoolkit.environment.plan import Evidence, GroupFailure, make_plan
+from nbtoolkit.environment.plan import Evidence, GroupNotFormed, make_plan
 from nbtoolkit.errors import PlanError
 from nbtoolkit.host import Host
 
@@ -98,7 +98,7 @@ def test_on_the_cpu_two_ranks_are_used_where_they_are_faster() -> None:
 
 
 def test_a_group_that_fails_falls_back_whatever_was_measured() -> None:
-    plan = plan_on(KAGGLE, GroupFailure("no"), speed(single=1000, ddp=1900))
+    plan = plan_on(KAGGLE, GroupNotFormed("no"), speed(single=1000, ddp=1900))
     assert (plan.processes, plan.strategy) == (1, "single")
 
 

@@ -29,7 +29,7 @@ from machines import (
 from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.environment.hardware import Hardware
 from nbtoolkit.environment.launch_plan import BatchSplit, LaunchPlan, split_batch
-from nbtoolkit.environment.plan import Evidence, GroupFailure, PortBusy, make_plan
+from nbtoolkit.environment.plan import Evidence, GroupNotFormed, PortBusy, make_plan
 from nbtoolkit.errors import GroupStartFailed, PlanError
 from nbtoolkit.host import Host
 
@@ -374,7 +374,7 @@ def test_a_batch_per_device_grows_with_the_devices(rule: str, factor: float) -> 
 
 def test_falling_back_keeps_the_step_and_its_forward_passes() -> None:
     first = plan_on(machine(T4, T4))
-    second = plan_on(machine(T4, T4), GroupFailure("NCCL: unhandled system error"))
+    second = plan_on(machine(T4, T4), GroupNotFormed("NCCL: unhandled system error"))
     assert (second.processes, second.strategy, second.backend) == (1, "single", None)
     assert second.devices == first.devices[:1]
     assert second.global_batch_size == first.global_batch_size
@@ -390,23 +390,23 @@ def test_falling_back_keeps_the_step_and_its_forward_passes() -> None:
 
 def test_falling_back_keeps_the_learning_rate() -> None:
     settings = {"train__batch_size_per_device": 32, "optim__lr_rule": "linear"}
-    plan = plan_on(machine(T4, T4), GroupFailure("x"), **settings)
+    plan = plan_on(machine(T4, T4), GroupNotFormed("x"), **settings)
     assert (plan.global_batch_size, plan.lr_factor) == (64, 2.0)
 
 
 def test_falling_back_on_the_cpu() -> None:
-    plan = plan_on(cpu_machine(), GroupFailure("x"), distributed__world_size=4)
+    plan = plan_on(cpu_machine(), GroupNotFormed("x"), distributed__world_size=4)
     assert (plan.processes, plan.accumulate, plan.threads_per_rank) == (1, 4, 4)
 
 
 def test_without_fallback_a_failed_group_is_an_error() -> None:
     with pytest.raises(GroupStartFailed, match=r"2 ranks could not form .*: no route") as caught:
-        plan_on(machine(T4, T4), GroupFailure("no route"), distributed__fallback=False)
+        plan_on(machine(T4, T4), GroupNotFormed("no route"), distributed__fallback=False)
     assert "distributed.fallback: true" in caught.value.do
 
 
 def test_a_failure_means_nothing_to_one_process() -> None:
-    assert plan_on(machine(T4), GroupFailure("x")) == plan_on(machine(T4))
+    assert plan_on(machine(T4), GroupNotFormed("x")) == plan_on(machine(T4))
 
 
 def test_ports() -> None:
@@ -466,7 +466,7 @@ def test_more_ranks_of_torchrun_than_gpus_are_refused() -> None:
 
 def test_a_rank_of_torchrun_cannot_fall_back() -> None:
     with pytest.raises(GroupStartFailed, match="4 ranks could not form"):
-        plan_on(machine(T4, T4), GroupFailure("x"), host=RANK)
+        plan_on(machine(T4, T4), GroupNotFormed("x"), host=RANK)
 
 
 def test_settings_pass_through() -> None:
@@ -495,7 +495,7 @@ SWEEP_CONFIG: list[dict[str, Any]] = [
     {"distributed__enabled": False, "train__precision": "bf16"},
     {"train__batch_size_per_device": 16, "optim__lr_rule": "sqrt"},
 ]
-EVIDENCE: list[tuple[Evidence, ...]] = [(), (GroupFailure("x"),), (PortBusy(1234),)]
+EVIDENCE: list[tuple[Evidence, ...]] = [(), (GroupNotFormed("x"),), (PortBusy(1234),)]
 EVERY = list(itertools.product(MACHINES, SWEEP_CONFIG, EVIDENCE))
 
 

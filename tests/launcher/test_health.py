@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import nbtoolkit as nb
-from nbtoolkit.environment.plan import make_plan
-from nbtoolkit.launcher.health import HangDetector, HealthMonitor, LateGroup
+from nbtoolkit.environment.plan import GroupNotFormed, make_plan
+from nbtoolkit.launcher.health import HangDetector, HealthMonitor
 from nbtoolkit.launcher.worker_group import WorkerGroup
 from nbtoolkit.run.messages import FunctionLeft, StopPending
 from nbtoolkit.run.paths import RunPaths
@@ -77,7 +77,8 @@ def test_ranks_that_work_may_take_their_time_to_form_a_group(
     rank.send_signal(signal.SIGSTOP)
     while (late := care.check()) is None:
         time.sleep(0.05)
-    assert isinstance(late, LateGroup)
+    assert isinstance(late, GroupNotFormed)
+    assert late.late
     assert "the ranks did not form a group" in late.reason
 
 

@@ -16,10 +16,10 @@ from records import first_of
 from torch import nn
 
 import nbtoolkit as nb
-from nbtoolkit.environment.plan import GroupFailure, LaunchPlan, OutOfMemory, make_plan
+from nbtoolkit.environment.plan import BatchTooLarge, GroupNotFormed, LaunchPlan, make_plan
 from nbtoolkit.errors import LaunchError, PlanError, WorkerDied
 from nbtoolkit.host import detect_host
-from nbtoolkit.launcher.failures import is_out_of_memory
+from nbtoolkit.launcher.out_of_memory import is_out_of_memory
 from nbtoolkit.run.attempts import newest_plan
 from nbtoolkit.run.events import EventReader, PlanChanged
 from nbtoolkit.run.paths import RunPaths
@@ -180,13 +180,13 @@ def test_the_next_plan_has_about_twice_the_steps_and_the_same_batch(
 ) -> None:
     config = configured(overrides={"train.batch_size": batch, "distributed.world_size": 2})
     hardware = machine(build=CPU_BUILD)
-    plan = make_plan(config, detect_host({}), hardware, [OutOfMemory(size) for size in failed])
+    plan = make_plan(config, detect_host({}), hardware, [BatchTooLarge(size) for size in failed])
     assert (plan.batch_size_per_device, plan.accumulate) == (per_device, accumulate)
     assert plan.global_batch_size == batch
     assert plan.too_large == min(failed, default=None)
     again = LaunchPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert again == plan
-    fallen = [OutOfMemory(32), GroupFailure("no network")]
+    fallen = [BatchTooLarge(32), GroupNotFormed("no network")]
     if batch == 64:
         alone = make_plan(config, detect_host({}), hardware, fallen)
         assert (alone.processes, alone.batch_size_per_device, alone.accumulate) == (1, 16, 4)

@@ -15,7 +15,7 @@ import nbtoolkit as nb
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import WorkerDied, WorkerHung
 from nbtoolkit.host import Host
-from nbtoolkit.launcher.failures import Failure
+from nbtoolkit.launcher.outcome import Failed
 from nbtoolkit.launcher.restarts import PAUSES, Restarts
 from nbtoolkit.run.events import CheckpointSaved, Event, MetricsReported, NoteAdded, RunStarted
 from nbtoolkit.run.serialization import pack_error
@@ -180,8 +180,8 @@ def test_an_error_without_a_checkpoint_ends_the_run(config: nb.Config) -> None:
 # --- the rules ---
 
 
-def failure(error: Exception, cause: Any) -> Failure:
-    return Failure(pack_error(error), 0, cause=cause)
+def failure(error: Exception, cause: Any) -> Failed:
+    return Failed(error=pack_error(error), rank=0, cause=cause)
 
 
 DIED = failure(WorkerDied("rank 0 died with signal SIGKILL (x)"), "died")
