@@ -25,6 +25,7 @@ from nbtoolkit.environment.variables import (
     without_stale,
 )
 from nbtoolkit.errors import GroupStartFailed, RunStopped, TrackingError
+from nbtoolkit.launcher.outcome import Failed, Finished, Outcome, record_end
 from nbtoolkit.launcher.run_result import RunResult, refuse_deleted
 from nbtoolkit.launcher.same_code import check_same_code
 from nbtoolkit.run.attempts import last_event
@@ -52,6 +53,9 @@ if TYPE_CHECKING:
     from nbtoolkit.environment.hardware import Hardware
     from nbtoolkit.host import Host
     from nbtoolkit.tracking.service import TrackingProcess
+
+
+Train = Callable[..., Any]
 
 
 class InProcessRecorder(RecordChannel):
@@ -143,9 +147,6 @@ class InProcessRecorder(RecordChannel):
 # --- inline ---
 
 
-Train = Callable[..., Any]
-
-
 def run_inline(
     train: Train,
     request: RunRequest,
@@ -180,80 +181,63 @@ def record_inline(train: Train, request: RunRequest, recorder: InProcessRecorder
     with recorder:
         ctx = RunContext(request.job, recorder, local_rank=local_rank)
         with temporary_variables(without_stale(os.environ)), own_accelerate_state():
-            _train(train, ctx, recorder.signal_flag, recorder.record)
+            _train(train, ctx, recorder)
 
 
-def _train(
-    train: Train,
-    ctx: RunContext,
-    flag: SignalFlag,
-    record: RunRecord | None,
-    wait_for_ranks: Callable[[], object] = lambda: None,
-) -> None:
-    """Set this process up as a rank's own, call the training function, and record the end.
-
-    Args:
-        train: the training function.
-        ctx: its context.
-        flag: set by a signal that announces the end.
-        record: the run's record; None if another rank writes it.
-        wait_for_ranks: waits for the other ranks, and raises if one failed.
-    """
+def _train(train: Train, ctx: RunContext, channel: RecordChannel | GroupChannel) -> None:
+    """Set this process up as a rank's own, call the training function, and record the end."""
     variables = {**os.environ, **plan_variables(ctx.plan, ctx.paths.folder)}
-    with catch_termination_signals(flag), temporary_variables(variables):
+    with catch_termination_signals(channel.signal_flag), temporary_variables(variables):
         seed_everything(ctx.seed)
         if ctx.device.type == "cuda":
             import torch
 
             torch.cuda.set_device(ctx.device)
         with torchrun_conditions(ctx):
-            _call(train, ctx, flag, record, wait_for_ranks)
+            _call(train, ctx, channel.signal_flag, channel.record)
 
 
-def _call(
-    train: Train,
-    ctx: RunContext,
-    flag: SignalFlag,
-    record: RunRecord | None,
-    wait_for_ranks: Callable[[], object],
-) -> None:
-    status = "completed"
+def _call(train: Train, ctx: RunContext, flag: SignalFlag, record: RunRecord | None) -> None:
+    """Call the training function, and record how it ends; ``record``: on rank 0 only."""
+    outcome = Finished("completed")
     try:
         with flag.interrupting():
             value, reads = call_function(train, ctx)
-        wait_for_ranks()
+        if ctx.world_size > 1:
+            _wait_for_all(ctx.world_size, ctx.paths)
         if record is not None:
             ctx.warn_unused_settings(reads)
             record.returned(returned_numbers(value))
     except RunStopped as stopped:  # on all ranks at the same report, or at a second SIGTERM
-        status = stopped.status
+        outcome = Finished(stopped.status)
         if flag.repeated and record is not None:
-            record.request_stop(status, describe_signal(flag.number))
+            record.request_stop(stopped.status, describe_signal(flag.number))
     except KeyboardInterrupt:
         if record is not None:
             record.request_stop("stopped", "interrupted")
-            record.complete("stopped", ctx.world_size)
+        _record(ctx, record, Finished("stopped"))
         raise
     except BaseException as error:
         if (advised := advice(error)) is not None:
             add_note(error, advised)
-        _fail(ctx, record, error)
+        with suppress(OSError):  # the disk may be the cause
+            failed = Failed(error=pack_error(error), rank=ctx.rank, cause="raised")
+            _record(ctx, record, failed)
         raise
-    failed_elsewhere = ctx.world_size > 1 and ctx.paths.error_pickle.exists()
-    if record is not None and not failed_elsewhere:
-        try:
-            record.complete(status, ctx.world_size)
-        except OSError as error:
-            raise folder_error(ctx.paths.folder, error) from error
+    try:
+        _record(ctx, record, outcome)
+    except OSError as error:
+        raise folder_error(ctx.paths.folder, error) from error
 
 
-def _fail(ctx: RunContext, record: RunRecord | None, error: BaseException) -> None:
-    """Record the error, unless another rank failed first; the caller raises it in any case."""
+def _record(ctx: RunContext, record: RunRecord | None, outcome: Outcome) -> None:
+    """Record the end of the run, unless another rank has recorded its failure before."""
     if ctx.world_size > 1 and ctx.paths.error_pickle.exists():
         return
-    with suppress(OSError):  # the disk may be the cause
+    if isinstance(outcome, Failed):
         record = record or RunRecord(ctx.paths, deadline=None)
-        record.fail(pack_error(error), rank=ctx.rank, notes=[])
+    if record is not None:
+        record_end(record, outcome, ctx.plan)
 
 
 def _device_index(plan: LaunchPlan, hardware: Hardware) -> int:
@@ -292,7 +276,7 @@ def _accelerate_states() -> list[dict[str, Any]]:
 
 
 def run_in_place(
-    train: Callable[..., Any],
+    train: Train,
     config: Config,
     host: Host,
     hardware: Hardware,
@@ -349,7 +333,7 @@ def run_in_place(
             )
             recorder = stack.enter_context(InProcessRecorder(run, request, cell, on_event))
         _run_rank(train, job, host, recorder)
-        _barrier(host, lambda: last_event(paths) is not None)  # rank 0 has written it
+        _barrier(host.world_size, lambda: last_event(paths) is not None)  # rank 0 has written it
     # A prepared optimizer is in a reference cycle. At the interpreter's end its gradients, which
     # are views of DDP's buckets, fail an assertion in torch 2.13: the process aborts.
     gc.collect()
@@ -367,12 +351,9 @@ def _choose(choose: Callable[[], ChosenRun], host: Host) -> ChosenRun | None:
     return run
 
 
-def _run_rank(
-    train: Callable[..., Any], job: JobSpec, host: Host, recorder: InProcessRecorder | None
-) -> None:
-    alone = host.world_size == 1
+def _run_rank(train: Train, job: JobSpec, host: Host, recorder: InProcessRecorder | None) -> None:
     channel: RecordChannel | GroupChannel
-    if recorder is not None and alone:
+    if recorder is not None and host.world_size == 1:
         channel = recorder
     else:
         channel = GroupChannel(recorder, job.plan.group_timeout)
@@ -383,8 +364,7 @@ def _run_rank(
         local_rank=int(os.environ.get("LOCAL_RANK", host.local_rank)),
         world_size=host.world_size,
     )
-    record = recorder.record if recorder is not None else None
-    _train(train, ctx, channel.signal_flag, record, lambda: _wait_for_all(host, job.paths))
+    _train(train, ctx, channel)
 
 
 def _join(plan: LaunchPlan, host: Host) -> None:
@@ -443,28 +423,28 @@ def first_node(nodes: str) -> str:
     return nodes.split(",")[0]
 
 
-def _wait_for_all(host: Host, paths: RunPaths) -> None:
+def _wait_for_all(ranks: int, paths: RunPaths) -> None:
     """Wait until the function has ended on all ranks; raise the error of a failed one."""
-    values = [paths.value(rank) for rank in range(host.world_size)]
+    values = [paths.value(rank) for rank in range(ranks)]
     failure = paths.error_pickle
-    _barrier(host, lambda: failure.exists() or all(value.exists() for value in values))
+    _barrier(ranks, lambda: failure.exists() or all(value.exists() for value in values))
     if failure.exists():
         raise_failure(paths)
 
 
-def _barrier(host: Host, reached: Callable[[], bool]) -> None:
+def _barrier(ranks: int, reached: Callable[[], bool]) -> None:
     """Wait for the other ranks in the process group, or poll the run's files without one.
 
     A function that ends with ``Accelerator.end_training()`` has destroyed the group.
 
     Args:
-        host: says how many ranks there are.
+        ranks: their number.
         reached: checks the files.
     """
     import torch.distributed as dist
 
-    if host.world_size == 1 or dist.is_initialized():
-        broadcast(None, host.world_size)
+    if ranks == 1 or dist.is_initialized():
+        broadcast(None, ranks)
         return
     while not reached():
         time.sleep(0.05)

@@ -168,6 +168,7 @@ class GroupChannel:
 
     def __init__(self, own: RecordChannel | None, timeout: float) -> None:
         self._own = own
+        self.record = None if own is None else own.record
         self.signal_flag = own.signal_flag if own is not None else SignalFlag()
         self._group = new_gloo_group(timeout)
 
@@ -194,9 +195,9 @@ class GroupChannel:
 
         ranks: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(ranks, (weights, values), group=self._group)
-        if self._own is not None:
+        if self.record is not None:
             all_weights, all_values = zip(*ranks, strict=True)
-            self._own.record.compare(all_weights, all_values)
+            self.record.compare(all_weights, all_values)
 
     def stop_pending(self) -> bool:
         """See :class:`Channel`; knows rank 0's signals at once, the others' after :meth:`ask`."""
