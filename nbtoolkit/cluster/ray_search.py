@@ -191,7 +191,7 @@ class _TrialRecorder(InProcessRecorder):
     """Records a job in its folder, and asks the search's driver about each report."""
 
     def __init__(self, run: ChosenRun, request: Any, driver: Any, key: str) -> None:
-        super().__init__(run, request, CellOutput(run.paths, "off"), None)
+        super().__init__(run, request.job, request.notes, CellOutput(run.paths, "off"), None)
         self._driver, self._key = driver, key
 
     def send(self, message: messages.Statement) -> None:

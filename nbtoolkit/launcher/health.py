@@ -279,30 +279,37 @@ class HealthMonitor:
         return self._hangs.hung()
 
     def _check_calls(self) -> Failed | None:
-        """Find ranks that wait for each other in different calls."""
-        ranks = self._worker_group.ranks
-        asking = [rank for rank in ranks if rank.asking is not None]
-        over = [rank for rank in ranks if rank.over]
-        others = [rank for rank in ranks if rank.asking is None and not rank.over]
+        """Find ranks that wait for each other in different calls.
+
+        Ranks that wait in a call that the others cannot reach are refused; the function goes on
+        with that error. Ranks that cannot be reached end the worker group.
+        """
+        group = self._worker_group
+        over = [rank for rank in group.ranks if rank.over]
+        asking = [rank for rank in group.ranks if rank.asking is not None]
+        others = [rank for rank in group.ranks if rank.asking is None and not rank.over]
         failed = any(rank.phase in ("failed", "dead") for rank in over)
-        if failed or len(ranks) == 1 or len(over) == len(ranks):
+        if failed or len(group.ranks) == 1:
             return None
         if asking and over:
-            self._worker_group.reply(hang_reports.refuse_lone_call(asking, over))
+            group.reply(hang_reports.refuse_lone_call(asking, over))
             return None
-        if not others:
-            return None
-        waited = min(time.monotonic() - rank.heard_at for rank in asking or others)
-        idle = min(self._hangs.silence(rank) for rank in others)
-        if waited < MISSING_SECONDS or idle < MISSING_SECONDS / (2 if asking else 1):
+        if not others or not self._wait_for_long(asking, others):
             return None
         waiting = [rank for rank in others if self._hangs.waits(rank)]
         if asking and waiting:
-            self._worker_group.reply(hang_reports.refuse_lone_call(asking, waiting))
-        elif len(waiting) == len(others) and (over or _in_different_calls(others)):
+            group.reply(hang_reports.refuse_lone_call(asking, waiting))
+        elif waiting == others and (over or _in_different_calls(others)):
             self._hangs.stacks()
             return hang_reports.deadlock_failure(others, over, self._record.paths)
         return None
+
+    def _wait_for_long(self, asking: list[RankView], others: list[RankView]) -> bool:
+        """Return whether no rank has got further for some seconds."""
+        waited = min(time.monotonic() - rank.heard_at for rank in asking or others)
+        idle = min(self._hangs.silence(rank) for rank in others)
+        enough = MISSING_SECONDS / 2 if asking else MISSING_SECONDS
+        return waited >= MISSING_SECONDS and idle >= enough
 
 
 def _in_different_calls(ranks: list[RankView]) -> bool:

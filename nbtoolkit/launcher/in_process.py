@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,7 @@ from nbtoolkit.worker.process_group import leave_group, torchrun_conditions
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.environment.deadline import Note
     from nbtoolkit.environment.hardware import Hardware
     from nbtoolkit.host import Host
     from nbtoolkit.tracking.service import TrackingProcess
@@ -65,7 +66,8 @@ class InProcessRecorder(RecordChannel):
 
     Args:
         run: the run's folder, locked.
-        request: the run.
+        job: what the run trains.
+        notes: levels and texts of notes on the launch.
         cell: shows notes.
         on_event: called with each event of this attempt.
     """
@@ -73,7 +75,8 @@ class InProcessRecorder(RecordChannel):
     def __init__(
         self,
         run: ChosenRun,
-        request: RunRequest,
+        job: JobSpec,
+        notes: Sequence[Note],
         cell: CellOutput,
         on_event: Callable[[Event], None] | None,
     ) -> None:
@@ -81,9 +84,8 @@ class InProcessRecorder(RecordChannel):
         self._thread = threading.get_ident()
         self._reader = EventReader(run.paths.events, run.events_size)
         run.own()
-        job = request.job
         super().__init__(RunRecord(run.paths, deadline=job.deadline))
-        for level, text in request.notes:
+        for level, text in notes:
             self.record.note(text, level)
         self.record.make_findable()
         self._tracking = self._track(job.config)
@@ -167,7 +169,8 @@ def run_inline(
             ``stopped``.
     """
     try:
-        record_inline(train, request, InProcessRecorder(run, request, cell, on_event))
+        recorder = InProcessRecorder(run, request.job, request.notes, cell, on_event)
+        record_inline(train, request, recorder)
     except Exception as error:
         show_users_part(error)
         raise
@@ -323,15 +326,9 @@ def run_in_place(
         if run is not None:
             cell = CellOutput(paths, display)
             cell.begin(plan, run, tracking_place(config))
-            header = write_header(run, config, plan, host, train)
-            request = RunRequest(
-                job=job,
-                host=host,
-                hardware=hardware,
-                header=header,
-                notes=(*run.notes, *limit.notes),
-            )
-            recorder = stack.enter_context(InProcessRecorder(run, request, cell, on_event))
+            write_header(run, config, plan, host, train)
+            notes = (*run.notes, *limit.notes)
+            recorder = stack.enter_context(InProcessRecorder(run, job, notes, cell, on_event))
         _run_rank(train, job, host, recorder)
         _barrier(host.world_size, lambda: last_event(paths) is not None)  # rank 0 has written it
     # A prepared optimizer is in a reference cycle. At the interpreter's end its gradients, which
