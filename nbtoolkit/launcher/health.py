@@ -145,12 +145,12 @@ class HangDetector:
         """Let all ranks write their stacks to their files, and return what they wrote."""
         ranks = self._worker_group.ranks
         files = {rank.rank: self._paths.stacks(rank.rank) for rank in ranks}
-        sizes = {rank: _size(file) for rank, file in files.items()}
+        sizes = {rank: len(_read(file)) for rank, file in files.items()}
         before = self._cpu_seconds()
         self._worker_group.signal_ranks(STACKS_SIGNAL)
         limit = time.monotonic() + _STACK_SECONDS
         while time.monotonic() < limit and any(
-            _size(file) == sizes[rank] for rank, file in files.items()
+            len(_read(file)) == sizes[rank] for rank, file in files.items()
         ):
             time.sleep(0.01)
         time.sleep(0.02)  # until the writes are complete
@@ -159,7 +159,10 @@ class HangDetector:
             usage.cpu += now - earlier
         for rank in ranks:
             self._has_done_io(rank)
-        return {rank: _tail(file, sizes[rank]) for rank, file in files.items()}
+        return {
+            rank: _read(file)[sizes[rank] :].decode(errors="replace")
+            for rank, file in files.items()
+        }
 
     def _cpu_seconds(self) -> list[float]:
         """Return the CPU seconds of each rank and its children."""
@@ -170,18 +173,11 @@ class HangDetector:
         ]
 
 
-def _size(path: Path) -> int:
+def _read(path: Path) -> bytes:
     try:
-        return path.stat().st_size
+        return path.read_bytes()
     except FileNotFoundError:
-        return 0
-
-
-def _tail(path: Path, offset: int) -> str:
-    try:
-        return path.read_bytes()[offset:].decode(errors="replace")
-    except FileNotFoundError:
-        return ""
+        return b""
 
 
 # --- all checks of a worker group ---

@@ -234,7 +234,7 @@ class RunSupervisor:
                 return self._start()
             case GroupNotFormed() if self.plan.processes > 1 and self.plan.fallback:
                 return self._start_otherwise(outcome)
-            case PortBusy() if self._ports_tried < PORT_TRIES:
+            case PortBusy() if self._ports_tried() < PORT_TRIES:
                 return self._start_otherwise(outcome)
             case OutOfMemory(can_split=True) if self.record.leaving is None:
                 return self._start_otherwise(BatchTooLarge(self.plan.batch_size_per_device))
@@ -255,7 +255,6 @@ class RunSupervisor:
         )
         return self._start()
 
-    @property
     def _ports_tried(self) -> int:
         return sum(isinstance(item, PortBusy) for item in self._evidence)
 
@@ -340,19 +339,14 @@ class RunSupervisor:
             case Event():
                 record_statement(self.record, message)
                 if isinstance(message, MetricsReported):
-                    self._follow_judgement(message)
+                    self._on_report(message)
 
     def _on_job_message(self, message: JobMessage) -> None:
         """Handle a message that concerns the search of a run; a run without one notes warnings."""
         record_statement(self.record, message)
 
-    def _judge(self, report: Report) -> str | None:
-        """Return the status with which a search ends the run for its report; None: it goes on."""
-        return None
-
-    def _follow_judgement(self, report: Report) -> None:
-        if (status := self._judge(report)) is not None:
-            self.record.request_stop(status, "judged by what it reported")
+    def _on_report(self, report: Report) -> None:
+        """Let a search judge a report, and stop the run; a run without one has no judge."""
 
     def _on_returned(
         self, group: WorkerGroup, rank: RankView, message: messages.FunctionReturned
@@ -387,7 +381,7 @@ class RunSupervisor:
             self.record.compare(
                 [report.weights for report in reports], [report.values for report in reports]
             )
-            self._follow_judgement(reports[0])
+            self._on_report(reports[0])
         return answer_question(self.record, questions[0])
 
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 from nbtoolkit.environment.plan import Evidence, make_plan
 from nbtoolkit.launcher.outcome import Finished, OutOfMemory, error_of
 from nbtoolkit.launcher.supervisor import JobMessage, Report, RunSupervisor
 from nbtoolkit.launcher.worker_group import Spawner
-from nbtoolkit.run import messages
 from nbtoolkit.run.attempts import readable_first_event
 from nbtoolkit.run.paths import RunPaths, make_folder, write_whole
 from nbtoolkit.run.payload import JobSpec, RunRequest
 from nbtoolkit.run.serialization import PackedError, one_line
-from nbtoolkit.search.algorithm import Fault, JobResult, JobStatus, SearchJob, SearchRequest
+from nbtoolkit.search.algorithm import (
+    Fault,
+    JobResult,
+    JobStatus,
+    SearchAlgorithm,
+    SearchJob,
+    SearchRequest,
+)
 from nbtoolkit.search.slots import Slot
 
 TIMEOUT_GRACE = 5.0
@@ -31,24 +37,6 @@ _FAULTS: dict[str, Fault] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class JobListener:
-    """Callbacks of the search that a job belongs to.
-
-    Attributes:
-        reported: receives a report; may return the status to leave with.
-        announced: receives the names of the metrics that will be reported.
-        unread: receives a warning about how the function uses its settings, folds and loaders,
-            and which settings of a search it has not read.
-        written: receives the files that the job has written outside its folder.
-    """
-
-    reported: Callable[[Mapping[str, float], int | None], str | None]
-    announced: Callable[[Sequence[str], Sequence[str], int], None]
-    unread: Callable[[str, Sequence[str]], None]
-    written: Callable[[Sequence[str]], None]
-
-
 class JobRunner(RunSupervisor):
     """Runs a job on a slot: a supervised run with limits of its own.
 
@@ -57,7 +45,8 @@ class JobRunner(RunSupervisor):
         slot: its slot.
         search: the search it belongs to.
         spawner: starts worker groups.
-        listener: receives the job's reports.
+        algorithm: judges the job's reports.
+        tell: receives what the job says about files, metrics and settings.
 
     Raises:
         NbtoolkitError: the job's configuration or plan is invalid.
@@ -69,10 +58,11 @@ class JobRunner(RunSupervisor):
         slot: Slot,
         search: SearchRequest,
         spawner: Spawner,
-        listener: JobListener,
+        algorithm: SearchAlgorithm,
+        tell: Callable[[SearchJob, JobMessage], None],
     ) -> None:
         self.job, self.slot = job, slot
-        self._listener = listener
+        self._algorithm, self._tell = algorithm, tell
         self._job_started = time.monotonic()
         self._fault: tuple[Fault, str] | None = None
         request = job_request(job, slot, search)
@@ -109,16 +99,12 @@ class JobRunner(RunSupervisor):
         return time.monotonic() - self._job_started
 
     def _on_job_message(self, message: JobMessage) -> None:
-        match message:
-            case messages.UsageWarning():
-                self._listener.unread(message.text, message.searched)
-            case messages.MetricsAnnounced():
-                self._listener.announced(message.names, message.stems, message.first_step)
-            case messages.FilesWritten():
-                self._listener.written(message.paths)
+        self._tell(self.job, message)
 
-    def _judge(self, report: Report) -> str | None:
-        return self._listener.reported(report.values, report.step)
+    def _on_report(self, report: Report) -> None:
+        status = self._algorithm.on_report(self.job, report.values, report.step)
+        if status is not None:
+            self.record.request_stop(status, "judged by what it reported")
 
     def _check_limits(self) -> None:
         """Stop the job at its time limit, or if it has a single rank and that one does nothing.

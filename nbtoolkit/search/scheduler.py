@@ -10,9 +10,9 @@ import importlib
 import json
 import time
 from collections.abc import Sequence
-from functools import partial
 
 from nbtoolkit.errors import NbtoolkitError
+from nbtoolkit.launcher.supervisor import JobMessage
 from nbtoolkit.launcher.supervisor_process import (
     TICK,
     EventLoop,
@@ -34,7 +34,7 @@ from nbtoolkit.search.algorithm import (
     SearchRequest,
     folder_of,
 )
-from nbtoolkit.search.job_runner import JobListener, JobRunner
+from nbtoolkit.search.job_runner import JobRunner
 from nbtoolkit.search.slots import Slot, SlotAllocator
 
 PREPARE_AFTER = 0.1
@@ -156,13 +156,18 @@ class SearchScheduler:
             self._algorithm.prepare(len(self._running))
 
     def _start(self, job: SearchJob, slot: Slot) -> JobRunner:
-        listener = JobListener(
-            reported=partial(self._algorithm.on_report, job),
-            announced=partial(self._algorithm.on_announcement, job),
-            unread=partial(self._warn_once, job),
-            written=partial(self._note_files, job),
-        )
-        return JobRunner(job, slot, self._request, self._spawner, listener)
+        return JobRunner(job, slot, self._request, self._spawner, self._algorithm, self._on_message)
+
+    def _on_message(self, job: SearchJob, message: JobMessage) -> None:
+        match message:
+            case messages.MetricsAnnounced():
+                self._algorithm.on_announcement(
+                    job, message.names, message.stems, message.first_step
+                )
+            case messages.UsageWarning():
+                self._warn_once(job, message.text, message.searched)
+            case messages.FilesWritten():
+                self._note_files(job, message.paths)
 
     def _warn_once(self, job: SearchJob, text: str, searched: Sequence[str]) -> None:
         """Warn of settings without effect once per search, not once per trial."""
