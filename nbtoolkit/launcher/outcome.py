@@ -11,6 +11,7 @@ from nbtoolkit.run.serialization import PackedError, one_line, pack_error
 
 if TYPE_CHECKING:
     from nbtoolkit.environment.launch_plan import LaunchPlan
+    from nbtoolkit.run.paths import RunPaths
     from nbtoolkit.run.record import RunRecord
 
 
@@ -74,11 +75,11 @@ def record_end(record: RunRecord, outcome: Outcome, plan: LaunchPlan) -> None:
         case Failed():
             record.fail(outcome.error, rank=outcome.rank, notes=outcome.notes)
         case GroupNotFormed() | PortBusy():
-            record.fail(error_of(outcome, record, plan), rank=None)
+            record.fail(error_of(outcome, record.paths, plan), rank=None)
 
 
 def error_of(
-    outcome: Failed | GroupNotFormed | PortBusy, record: RunRecord, plan: LaunchPlan
+    outcome: Failed | GroupNotFormed | PortBusy, paths: RunPaths, plan: LaunchPlan
 ) -> PackedError:
     """Return the error that the launch raises for a run that has ended so."""
     match outcome:
@@ -93,6 +94,6 @@ def error_of(
     error = GroupStartFailed(
         f"{what if several else 'the rank could not start'}: {reason}",
         allowed="distributed.fallback: true continues with one process" if several else "",
-        do=f"read {record.paths.agent_log} and {record.paths.log(0)}",
+        do=f"read {paths.agent_log} and {paths.log(0)}",
     )
     return pack_error(error)

@@ -80,6 +80,9 @@ class Ended:
     outcome: Outcome
 
 
+State = Running | Exiting | Pausing | Ended
+
+
 class RunSupervisor:
     """Supervises one run: listens to the ranks, writes the record, decides when the run is over.
 
@@ -102,7 +105,7 @@ class RunSupervisor:
         self.paths = request.job.paths
         self.plan: LaunchPlan = request.job.plan
         self.record = RunRecord(self.paths, deadline=request.job.deadline, durable=durable)
-        self._state: Running | Exiting | Pausing | Ended | None = None  # before the start
+        self._state: State | None = None  # before the start
         self._kill_at = math.inf
         limit = self.plan.too_large
         self._evidence: list[Evidence] = [] if limit is None else [BatchTooLarge(limit)]
@@ -210,7 +213,7 @@ class RunSupervisor:
             )
         return outcome or running.health.check()
 
-    def _wait_for_exit(self, exiting: Exiting) -> Running | Exiting | Pausing | Ended:
+    def _wait_for_exit(self, exiting: Exiting) -> State:
         """Let the processes exit; then decide what follows."""
         group = exiting.group
         self._listen(group)

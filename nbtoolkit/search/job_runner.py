@@ -90,7 +90,7 @@ class JobRunner(RunSupervisor):
             status = cast(JobStatus, outcome.status)
             return JobResult(status=status, metrics=metrics, seconds=seconds)
         else:
-            error = error_of(outcome, self.record, self.plan)
+            error = error_of(outcome, self.paths, self.plan)
             fault, text = describe_fault(error, isinstance(outcome, OutOfMemory))
         return JobResult(status="failed", metrics=metrics, seconds=seconds, fault=fault, error=text)
 
