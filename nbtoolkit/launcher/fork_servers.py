@@ -185,14 +185,13 @@ def shutdown(stalled: float = END_SECONDS) -> None:
     _servers = _Servers()
     if servers.next is not None:
         servers.next.kill()
+    waits = not any(run.owned() for run in servers.detached)
+    if servers.tracking is not None and waits:
+        servers.tracking.close(stalled)  # while its parent lives, which reaps it
     if servers.current is not None:
         servers.retire(servers.current)
-    if any(run.owned() for run in servers.detached):
-        return
-    for server in servers.retired:
+    for server in servers.retired if waits else ():
         server.wait_for_end(stalled)
-    if servers.tracking is not None:
-        servers.tracking.close(stalled)
 
 
 def pids() -> set[int]:

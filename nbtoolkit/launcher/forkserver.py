@@ -136,9 +136,9 @@ class ForkServer:
             pid = self._fork_child(request, given)
         else:
             here, there = Connection.pair()
+            self._add(here)  # before the fork: the child closes its copy of what is in the selector
             pid = self._fork_child(request, [there.fileno(), *given])
             there.close()
-            self._add(here)
         close_all(given)
         self._children[pid] = Child(client, leads=request.group)
         client.line.send(messages.Forked(pid=pid))

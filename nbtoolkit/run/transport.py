@@ -117,15 +117,11 @@ class Connection:
     def _receive(self, flags: int = 0) -> Message | None:
         fds = array.array("i")
         try:
-            # Not socket.recv_fds: it ignores its flags (3.10 to 3.13), and without
-            # MSG_CMSG_CLOEXEC programs would inherit the descriptors.
-            data, ancillary, _, _ = self.socket.recvmsg(
-                _MAX_PACKET,
-                socket.CMSG_SPACE(_MAX_FDS * fds.itemsize),
-                socket.MSG_CMSG_CLOEXEC | flags,
-            )
+            data, ancillary = self._receive_packet(flags)
         except ConnectionResetError:
-            data, ancillary = b"", []
+            # The other end has closed with messages of this end unread. Linux says so once, before
+            # the messages that it had sent.
+            data, ancillary = self._receive_packet(flags)
         if not data:
             self.closed = self._at_end = True
             return None
@@ -135,6 +131,15 @@ class Connection:
             return decode(data, fds)
         with os.fdopen(fds.pop(0), "rb") as file:
             return decode(file.read(), fds)
+
+    def _receive_packet(self, flags: int) -> tuple[bytes, list[tuple[int, int, bytes]]]:
+        # Not socket.recv_fds: it ignores its flags (3.10 to 3.13), and without MSG_CMSG_CLOEXEC
+        # programs would inherit the descriptors.
+        room = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+        data, ancillary, _, _ = self.socket.recvmsg(
+            _MAX_PACKET, room, socket.MSG_CMSG_CLOEXEC | flags
+        )
+        return data, ancillary
 
 
 @dataclass(frozen=True, kw_only=True)

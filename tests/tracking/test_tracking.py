@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from kernels import all_gone
 from mounts import in_own_mounts
 from tracked_runs import Run, all_runs, client_of, follow, whole_run
 
@@ -617,6 +618,7 @@ def test_what_is_not_written_yet_is_told_of_and_written_at_the_kernels_end(
     outputs: Path, held: Path
 ) -> None:
     paths = whole_run(outputs)
+    shutdown()  # a new fork server has the variables of the test
     pid, said = track(paths.folder), list[str]()
     assert not wait_for_tracking(paths, pid, said.append, limit=0.0)
     (line,) = said
@@ -625,7 +627,7 @@ def test_what_is_not_written_yet_is_told_of_and_written_at_the_kernels_end(
     assert f"nbtoolkit.tracking.replay({str(paths.folder)!r})" in line
     with soon(held.touch):
         shutdown(stalled=1.0)
-    assert not psutil.pid_exists(pid)
+    all_gone({pid})
     assert read_json(paths.tracking)["done"]
     assert [run.info.run_name for run in all_runs(outputs)] == [paths.run_id]
 
@@ -635,6 +637,7 @@ def test_a_launch_waits_for_tracking_that_is_slow_and_tells_of_one_that_fails(
     outputs: Path, held: Path
 ) -> None:
     paths, said = whole_run(outputs), list[str]()
+    shutdown()  # a new fork server has the variables of the test
     pid = track(paths.folder)
     with soon(held.touch):
         assert wait_for_tracking(paths, pid, said.append, stalled=1.0)
