@@ -120,7 +120,8 @@ class HangDetector:
         if rank.phase == "user" or rank.pid is None:
             return False
         usage = self._usages[rank.rank]
-        before, usage.io = usage.io, resources.io_counters(rank.pid)
+        before = usage.io
+        usage.io = resources.io_counters(rank.pid)
         return usage.io != before
 
     def _stuck(self, seconds: float) -> list[RankView] | None:

@@ -62,7 +62,8 @@ class JobRunner(RunSupervisor):
         tell: Callable[[SearchJob, JobMessage], None],
     ) -> None:
         self.job, self.slot = job, slot
-        self._algorithm, self._tell = algorithm, tell
+        self._algorithm = algorithm
+        self._tell = tell
         self._job_started = time.monotonic()
         self._fault: tuple[Fault, str] | None = None
         request = job_request(job, slot, search)
