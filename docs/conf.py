@@ -30,6 +30,7 @@ extensions = [
     "settings_reference",
     "command_reference",
     "other_names",
+    "grace_periods",
 ]
 exclude_patterns = ["extensions"]
 

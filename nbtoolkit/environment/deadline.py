@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nbtoolkit.environment.grace import EXIT_GRACE
 from nbtoolkit.environment.resources import START_TIME, process_fields
 from nbtoolkit.errors import ConfigError, DeadlinePassed
 from nbtoolkit.host import ROOT
@@ -35,7 +36,7 @@ class TimeLimit:
     """Messages about the host's limit."""
     imposed: bool = False
     """Whether the notebook's or the host's limit ends it, before ``runtime.time_budget`` does."""
-    grace: float = 10.0
+    grace: float = EXIT_GRACE
     """Seconds that the jobs of a search get to report after it; then they are killed."""
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from nbtoolkit.environment.grace import REPORT_SECONDS, STALL_SECONDS
 from nbtoolkit.errors import ConfigError
 
 # --- files ---
@@ -137,16 +138,8 @@ def tree_seconds(pid: int, families: dict[int, list[int]]) -> float:
     return own + sum(tree_seconds(child, families) for child in families.get(pid, ()))
 
 
-STALL_SECONDS = 60.0
-"""A process without any progress for this long is considered hung.
-
-A limit in wall time would end healthy processes on a slow machine: importing torch takes 2 s from a
-warm disk, and minutes from a cold one on a busy machine.
-"""
-
 # Seconds between two samples; one of all of /proc takes some milliseconds.
 _SAMPLE_SECONDS = 0.5
-_REPORT_SECONDS = 10.0
 
 # Page faults and CPU time of a process and of its reaped children: fields 10 to 17 of man 5 proc.
 # Page faults are finer than CPU time, whose tick is 10 ms.
@@ -199,7 +192,7 @@ def wait_while_active(
     *,
     stalled: float = STALL_SECONDS,
     limit: float | None = None,
-    report_after: float = _REPORT_SECONDS,
+    report_after: float = REPORT_SECONDS,
     say: Callable[[str], object] | None = None,
 ) -> bool:
     """Wait for a result as long as the process that produces it makes progress.

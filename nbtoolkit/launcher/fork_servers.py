@@ -13,14 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nbtoolkit.environment.grace import TRACKING_STALL_SECONDS
 from nbtoolkit.launcher.forkserver_client import ForkServerClient, exiting_error
 from nbtoolkit.launcher.preload import NOT_FORK_SAFE
 from nbtoolkit.launcher.tracking_client import TrackingClient
 from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths
-
-# Seconds without progress after which the kernel's exit waits no longer for tracking.
-END_SECONDS = 20.0
 
 # Further modules that ranks have imported, from which on the next fork server is worth its start,
 # which takes 2 s: 100 modules import in 0.2 s to 1 s.
@@ -172,7 +170,7 @@ def _shut_down_at_exit() -> None:
     shutdown()
 
 
-def shutdown(stalled: float = END_SECONDS) -> None:
+def shutdown(stalled: float = TRACKING_STALL_SECONDS) -> None:
     """Shut down this kernel's fork servers and tracking; the next launch starts new ones.
 
     Waits for their end, but for that of a detached run's.

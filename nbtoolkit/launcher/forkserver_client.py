@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from nbtoolkit.environment.grace import STALL_SECONDS
 from nbtoolkit.environment.installed import environment_key
 from nbtoolkit.environment.kernel_settings import hash_seed
-from nbtoolkit.environment.resources import STALL_SECONDS, Activity, has_ended, wait_while_active
+from nbtoolkit.environment.resources import Activity, has_ended, wait_while_active
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.launcher.preload import import_conditions
 from nbtoolkit.run import messages

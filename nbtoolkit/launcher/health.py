@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.environment import resources
+from nbtoolkit.environment.grace import REPORT_SECONDS
 from nbtoolkit.environment.plan import GroupNotFormed
 from nbtoolkit.launcher import hang_reports
 from nbtoolkit.launcher.device_monitor import DeviceMonitor
@@ -190,8 +191,6 @@ START_SECONDS = 30.0
 NCCL_START_SECONDS = 90.0
 # With a busy rank, so many times as long: NCCL spins while it waits for a hung rank.
 _BUSY_FACTOR = 4
-# Idle seconds after which the user is told of a rank that has not started.
-NOT_STARTED_SECONDS = 10.0
 # Seconds that a rank waits in ctx.report before the other ranks are checked.
 MISSING_SECONDS = 4.0
 
@@ -250,7 +249,7 @@ class HealthMonitor:
                     f"the ranks did not form a group within {took:.0f} s", late=True
                 )
         starting = [rank for rank in ranks if rank.phase in hang_reports.STARTING]
-        idle_ranks = self._idle(starting, NOT_STARTED_SECONDS)
+        idle_ranks = self._idle(starting, REPORT_SECONDS)
         if idle_ranks and not self._told_of_start:
             self._told_of_start = True
             self._hangs.stacks()

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from nbtoolkit.environment.grace import STOP_GRACE, TRACKING_SECONDS, TRACKING_STALL_SECONDS
 from nbtoolkit.environment.resources import Activity, wait_while_active
 from nbtoolkit.errors import LaunchError, RunFolderError
 from nbtoolkit.launcher.fork_servers import import_ahead, take_over
@@ -30,12 +31,6 @@ from nbtoolkit.run.signals import (
 )
 from nbtoolkit.run.transport import Connection
 
-# Seconds that the ranks get to reach a report after the first interrupt.
-INTERRUPT_GRACE = 5.0
-# Seconds that a launch waits for tracking to catch up: a new folder takes 2 s, on a loaded machine
-# 20 s. Tracking then continues in the background, and the kernel's exit waits for it.
-TRACKING_SECONDS = 60.0
-_TRACKING_STALLED = 10.0  # seconds without progress after which that wait ends
 _POLL_SECONDS = 0.1
 
 
@@ -274,7 +269,7 @@ class RunHandle:
 
     def _interrupt(self, count: int) -> None:
         if count == 1:
-            self.stop("interrupted", grace=INTERRUPT_GRACE)
+            self.stop("interrupted", grace=STOP_GRACE)
         elif self._line is not None or self._remote is not None:
             self.cancel()
         else:
@@ -375,7 +370,7 @@ def wait_for_tracking(
     say: Callable[[str], object],
     *,
     limit: float = TRACKING_SECONDS,
-    stalled: float = _TRACKING_STALLED,
+    stalled: float = TRACKING_STALL_SECONDS,
 ) -> bool:
     """Wait until tracking has written a run's events; show a message if it has not.
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from nbtoolkit.environment.grace import EXIT_GRACE, FAILURE_GRACE
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import (
     BatchTooLarge,
@@ -31,12 +32,6 @@ from nbtoolkit.run.payload import RunRequest
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.transport import Connection
 from nbtoolkit.worker.channel import answer_question, record_statement
-
-FAILURE_GRACE = 1.0
-"""Seconds that the other ranks get after the first failure, before SIGKILL."""
-
-EXIT_SECONDS = 10.0
-"""Seconds that the processes get to exit after their final message."""
 
 PORT_TRIES = 4
 
@@ -191,7 +186,7 @@ class RunSupervisor:
             return running
         grace = FAILURE_GRACE
         if isinstance(outcome, Finished):
-            grace = EXIT_SECONDS
+            grace = EXIT_GRACE
             group.go()  # the processes may exit
         return Exiting(group, outcome, time.monotonic() + grace)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from nbtoolkit.environment.grace import EXIT_GRACE
 from nbtoolkit.run.events import Event, RunStarted
 from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.run.paths import Kind
@@ -94,7 +95,7 @@ class SearchRequest:
     deadline: float | None
     imposed: bool
     search: Search
-    grace: float = 10.0
+    grace: float = EXIT_GRACE
     speed: MeasuredSpeed | None = None
 
 

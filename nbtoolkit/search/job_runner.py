@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
+from nbtoolkit.environment.grace import STOP_GRACE
 from nbtoolkit.environment.plan import Evidence, make_plan
 from nbtoolkit.launcher.outcome import Finished, OutOfMemory, error_of
 from nbtoolkit.launcher.supervisor import JobMessage, Report, RunSupervisor
@@ -24,9 +25,6 @@ from nbtoolkit.search.algorithm import (
     SearchRequest,
 )
 from nbtoolkit.search.slots import Slot
-
-TIMEOUT_GRACE = 5.0
-"""Seconds that a job gets to reach a report after its time limit."""
 
 # The fault by the type of a job's error, unless memory ran out. The user's code raised all others.
 _FAULTS: dict[str, Fault] = {
@@ -118,7 +116,7 @@ class JobRunner(RunSupervisor):
         if limit is not None and self._seconds > limit:
             text = f"its time of {limit:g} s is used up"
             self._fault = "timeout", text
-            self.stop(text, TIMEOUT_GRACE)
+            self.stop(text, STOP_GRACE)
         elif self.plan.processes == 1 and self.silence() > self._hang_timeout:
             text = f"it sent nothing and used under 1% CPU for {self._hang_timeout:g} s"
             self._fault = "hung", text

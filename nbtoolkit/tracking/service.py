@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from nbtoolkit.environment.resources import STALL_SECONDS, Activity, has_ended, wait_while_active
+from nbtoolkit.environment.grace import EXIT_GRACE, STALL_SECONDS
+from nbtoolkit.environment.resources import Activity, has_ended, wait_while_active
 from nbtoolkit.errors import MissingExtra, NbtoolkitError, TrackingError
 from nbtoolkit.run.messages import Message, RunTracked, TrackRun
 from nbtoolkit.run.paths import RunPaths
@@ -34,9 +35,6 @@ from nbtoolkit.tracking.tracker import choose_tracking
 
 POLL = 0.5
 """Seconds between two polls of the runs (at 50 events a second: 4% of a core; 10% with 0.2 s)."""
-
-GRACE = 10.0
-"""Seconds to write what is left when the other end has closed."""
 
 _ERROR_LENGTH = 4000  # a packet has 64 KB
 _STATEMENT = "\n[SQL:"  # from here on, SQLAlchemy's errors repeat the whole batch
@@ -107,7 +105,7 @@ class Service:
                 for message in self._kernel.drain():
                     self._receive(message)
             self._poll()
-        until = time.monotonic() + GRACE
+        until = time.monotonic() + EXIT_GRACE
         while self._followers and time.monotonic() < until:
             time.sleep(POLL)
             self._poll()

@@ -329,7 +329,7 @@ def once_more(frame, event, arg):
         signal.raise_signal(signal.SIGINT)
 
 interrupted(functions.reports_until_stopped, "once")
-nb.launcher.run_handle.INTERRUPT_GRACE = {2 * SOON}
+nb.launcher.run_handle.STOP_GRACE = {2 * SOON}
 interrupted(functions.sleeps, "twice")
 sys.setprofile(once_more)
 interrupted(functions.sleeps, "while handed on")

@@ -27,6 +27,7 @@ import nbtoolkit
 from nbtoolkit.__main__ import command_line
 from nbtoolkit.config.schema import Config
 from nbtoolkit.config.validation import fields
+from nbtoolkit.environment import grace
 from nbtoolkit.pipeline.definition import load_pipeline
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 
@@ -311,3 +312,22 @@ def test_settings_are_there(page: Path) -> None:
     used = names(page, rf"(?<!`)`((?:{'|'.join(SECTIONS)})\.[a-z_]+)(?=[`:= ])")
     files = (".py", ".yaml", ".json", ".jsonl")
     assert {name for name in used if not name.endswith(files)} - SETTINGS == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("docs/launch/end.md", f"kills the ranks after {grace.STOP_GRACE:g} s"),
+        ("docs/launch/control.md", f"have not ended after {grace.STOP_GRACE:g} s"),
+        ("docs/launch/control.md", f"does not kill them after {grace.STOP_GRACE:g} s"),
+        ("docs/how-to/stop-training.md", f"has not ended after {grace.STOP_GRACE:g} s is killed"),
+        ("docs/how-to/rank-hangs.md", f"do not end within {grace.STOP_GRACE:g} s"),
+        ("docs/architecture/processes-end.md", f"then have {grace.STOP_GRACE:g} s to leave"),
+        ("docs/architecture/processes-end.md", f"ranks get {grace.FAILURE_GRACE:g} s to exit"),
+        ("docs/architecture/processes-end.md", f"then get {grace.EXIT_GRACE:g} s to exit"),
+        ("docs/architecture/processes-end.md", f"wait exceeds {grace.REPORT_SECONDS:g} s"),
+        ("docs/architecture/processes-end.md", f"no progress for {grace.STALL_SECONDS:g} s"),
+    ],
+)
+def test_pages_name_the_grace_periods_of_the_code(name: str, sentence: str) -> None:
+    assert sentence in " ".join((ROOT / name).read_text().split())
