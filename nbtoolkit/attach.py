@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from nbtoolkit.launcher.launch import check_choice
+from nbtoolkit.launcher.options import check_choice
 from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.run.attempts import first_event, kind_of
 from nbtoolkit.run.events import Event

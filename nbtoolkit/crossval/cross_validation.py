@@ -16,7 +16,8 @@ from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, check_same, fold_key
 from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
 from nbtoolkit.errors import FoldError, LaunchError
 from nbtoolkit.folds.folds import Folds
-from nbtoolkit.launcher.launch import Train, Where, check_call, task_name
+from nbtoolkit.launcher.options import Where, check_call
+from nbtoolkit.launcher.train_function import Train, task_name
 from nbtoolkit.run.attempts import failed
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunStarted
 from nbtoolkit.run.failure import raise_failure

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import pickle
-import re
-import reprlib
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
@@ -21,25 +16,22 @@ from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
 from nbtoolkit.environment.plan import Evidence, make_plan
-from nbtoolkit.environment.variables import RANK_MARK, kernel_environment
-from nbtoolkit.errors import LaunchError, NestedLaunch
+from nbtoolkit.environment.variables import kernel_environment
+from nbtoolkit.errors import LaunchError
 from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.fork_servers import fork_server, let_outlive, track
+from nbtoolkit.launcher.options import Start, Where, check_call
 from nbtoolkit.launcher.remote import submit_to_cluster
 from nbtoolkit.launcher.run_handle import RunHandle, StartedRun
 from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline
+from nbtoolkit.launcher.train_function import Train, task_name
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.kept_answers import measured_speed
 from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.payload import JobSpec, RunRequest, pack_content, pack_function
-from nbtoolkit.run.remote_job import CLUSTERS
 from nbtoolkit.run.resume import ChosenRun, choose_run, roll_back, write_header
 from nbtoolkit.run.transport import Connection
-
-if TYPE_CHECKING:
-    from nbtoolkit.worker.context import RunContext
-
 
 # --- submission ---
 # From the kernel to a supervisor: pack function and environment, hand them to the fork server.
@@ -87,152 +79,7 @@ def submit(
     return StartedRun(line=line, tracked=tracked, detached=detach)
 
 
-# --- arguments ---
-
-
-CHOICES = {
-    "start": ("forkserver", "inline"),
-    "where": ("local", *CLUSTERS),
-    "display": ("auto", "widgets", "text", "off"),
-}
-
-
-def check_call(train: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Validate the arguments of :func:`nbtoolkit.launch`.
-
-    Args:
-        train: the training function.
-        arguments: the other arguments, by name.
-
-    Raises:
-        NestedLaunch: this process is a rank itself.
-        LaunchError: an argument has an invalid value.
-    """
-    if RANK_MARK in os.environ:
-        raise NestedLaunch(
-            f"nb.launch was called inside a rank of the run {os.environ[RANK_MARK]}",
-            allowed="launches from a notebook, a script or the command line",
-            do="move the launch out of the training function, or behind `if __name__ == ...`",
-        )
-    check_function(train)
-    _check_arguments(arguments)
-    if arguments["start"] != "forkserver" and arguments["where"] != "local":
-        raise LaunchError(
-            f'start="{arguments["start"]}" ties the run to this process, and '
-            f'where="{arguments["where"]}" runs it on other machines',
-            allowed='where="local", or start="forkserver"',
-            do="leave start out",
-        )
-    if arguments["start"] != "forkserver" and (arguments["detach"] or not arguments["wait"]):
-        raise LaunchError(
-            f'start="{arguments["start"]}" ties the run to this process: '
-            "it cannot be detached or run in the background",
-            allowed='wait=False and detach=True with start="forkserver"',
-            do='use start="forkserver"',
-        )
-
-
-def task_name(train: Callable[..., Any]) -> str:
-    """Return the name of a training function for the setting ``task``.
-
-    Returns:
-        ``"package.module:function"``, or ``"__main__:function"`` if no other process can import it:
-        a function of a cell, a script, or inside another function.
-    """
-    module, name = getattr(train, "__module__", None), getattr(train, "__qualname__", None)
-    found: Any = sys.modules.get(module or "")
-    for part in (name or "").split("."):
-        found = getattr(found, part, None)
-    if found is train and module not in ("__main__", "__mp_main__"):
-        return f"{module}:{name}"
-    plain = getattr(train, "__name__", type(train).__name__)
-    return f"__main__:{re.sub(r'[^a-zA-Z0-9_]', '', plain) or 'function'}"
-
-
-def check_function(train: Callable[..., Any]) -> None:
-    """Raise a LaunchError for what cannot be called as ``train(config, ctx)``."""
-    if not callable(train):
-        raise LaunchError(
-            f"launch got {reprlib.repr(train)}, which is not a function",
-            allowed="a function train(config, ctx)",
-            do="pass the function itself: nb.launch(train, config), not nb.launch(train(...))",
-        )
-    called = train
-    while isinstance(called, partial):
-        called = called.func
-    name = str(getattr(called, "__name__", type(called).__name__))
-    plain = inspect.isroutine(called) or inspect.isclass(called)
-    code = called if plain else type(called).__call__  # whose body a call runs
-    if inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code):
-        raise LaunchError(
-            f"{name} is an async function: a rank calls it, and nothing would await it",
-            allowed="a plain function train(config, ctx)",
-            do=f"launch a plain function: def train(config, ctx): return asyncio.run({name}(...))",
-        )
-    if inspect.isgeneratorfunction(code):
-        raise LaunchError(
-            f"{name} is a generator function (there is a `yield` in it): calling it runs nothing",
-            allowed="a plain function train(config, ctx) that returns its result",
-            do="return a list, and use ctx.log or ctx.report for values of each step",
-        )
-    try:
-        signature = inspect.signature(train)
-    except (TypeError, ValueError):  # built-in functions may have none
-        return
-    try:
-        signature.bind("config", "ctx")
-    except TypeError as error:
-        raise LaunchError(
-            f"{name}{signature} cannot be called as {name}(config, ctx): {error}",
-            allowed="a function train(config, ctx)",
-            do="accept both arguments; pass further ones with functools.partial(train, lr=0.1)",
-        ) from None
-
-
-def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    for argument in CHOICES:
-        check_choice(argument, arguments[argument])
-    processes, name = arguments["processes"], arguments["name"]
-    resume, on_event = arguments["resume"], arguments["on_event"]
-    whole = isinstance(processes, Integral) and not isinstance(processes, bool)
-    counts = processes is None or (whole and processes >= 1)
-    _check("processes", processes, counts, "a whole number of at least 1, or None")
-    _check("name", name, name is None or isinstance(name, str), "a string, or None")
-    named = isinstance(resume, (str, os.PathLike)) and resume != ""
-    _check("resume", resume, named, '"auto" | "never" | a run\'s id or folder')
-    listens = on_event is None or callable(on_event)
-    _check("on_event", on_event, listens, "a function of one event, or None")
-
-
-def check_choice(argument: str, value: object) -> None:
-    """Validate an argument that has a fixed set of values.
-
-    Args:
-        argument: one of ``CHOICES``.
-        value: its value.
-
-    Raises:
-        LaunchError: the value is none of the allowed ones.
-    """
-    known = CHOICES[argument]
-    _check(argument, value, value in known, " | ".join(map(repr, known)))
-
-
-def _check(argument: str, value: object, good: bool, allowed: str) -> None:
-    if not good:
-        raise LaunchError(
-            f"{argument}={reprlib.repr(value)} is not valid",
-            allowed=allowed,
-            do=f"choose one of these, or leave {argument} out",
-        )
-
-
 # --- launch ---
-
-
-Start = Literal["forkserver", "inline"]
-Where = Literal["local", "slurm", "ray"]
-Train = Callable[[Config, "RunContext"], Any]
 
 
 @overload

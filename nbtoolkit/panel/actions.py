@@ -14,8 +14,9 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.crossval.cross_validation import cross_validate
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.folds.folds import Folds
-from nbtoolkit.launcher.launch import Train, launch
+from nbtoolkit.launcher.launch import launch
 from nbtoolkit.launcher.run_handle import RunHandle
+from nbtoolkit.launcher.train_function import Train
 from nbtoolkit.panel.form import FormState, Validation
 from nbtoolkit.run.attempts import run_config
 from nbtoolkit.run.paths import RunPaths, write_whole

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from nbtoolkit.errors import LaunchError, NbtoolkitError
-from nbtoolkit.launcher.launch import Train
+from nbtoolkit.launcher.train_function import Train
 from nbtoolkit.panel import actions
 from nbtoolkit.panel.board import Board, SavedPage, TrialTable
 from nbtoolkit.panel.form import FormState, Validation, drop_edits, kept_edits

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import ipywidgets
 
     from nbtoolkit.folds.folds import Folds
-    from nbtoolkit.launcher.launch import Train
+    from nbtoolkit.launcher.train_function import Train
     from nbtoolkit.panel.controller import Controller
 
     Source = str | os.PathLike[str] | Mapping[str, object]

@@ -16,7 +16,8 @@ from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
 from nbtoolkit.errors import ConfigError, FoldError, MissingExtra, SpaceError
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.folds.make_folds import make_folds
-from nbtoolkit.launcher.launch import Train, Where, check_call, task_name
+from nbtoolkit.launcher.options import Where, check_call
+from nbtoolkit.launcher.train_function import Train, task_name
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole

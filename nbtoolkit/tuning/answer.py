@@ -17,7 +17,7 @@ from nbtoolkit.text_table import html_columns, text_columns
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.launcher.launch import Train
+    from nbtoolkit.launcher.train_function import Train
     from nbtoolkit.views.figure import Chart
 
 

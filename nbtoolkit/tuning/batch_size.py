@@ -14,7 +14,7 @@ from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import TuningError
 from nbtoolkit.host import detect_host
-from nbtoolkit.launcher.launch import Train
+from nbtoolkit.launcher.train_function import Train
 from nbtoolkit.run.output import to_stdout
 from nbtoolkit.text_table import counted, duration, number
 from nbtoolkit.tuning.answer import FinderResult, ShortRun, Subject

@@ -15,7 +15,7 @@ from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.errors import TuningError
 from nbtoolkit.host import cpu_count
-from nbtoolkit.launcher.launch import Train, check_function
+from nbtoolkit.launcher.train_function import Train, check_function
 from nbtoolkit.run.output import to_stdout
 from nbtoolkit.run.versions import versions
 from nbtoolkit.tasks.find import find_task

@@ -13,7 +13,7 @@ from typing import Any
 from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.errors import TuningError
-from nbtoolkit.launcher.launch import Train
+from nbtoolkit.launcher.train_function import Train
 from nbtoolkit.run.output import to_stdout
 from nbtoolkit.training.optim.schedule import RangeTest
 from nbtoolkit.tuning.answer import FinderResult, Subject

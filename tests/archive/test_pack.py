@@ -38,7 +38,7 @@ from nbtoolkit.archive.unpack import find_source
 from nbtoolkit.environment.resources import free_space, read_size, size_text
 from nbtoolkit.errors import BundleError, ConfigError
 from nbtoolkit.host import Host, HostKind
-from nbtoolkit.launcher.launch import Start
+from nbtoolkit.launcher.options import Start
 from nbtoolkit.run.paths import RunPaths, runs_in
 from nbtoolkit.run.resume import lock_run
 

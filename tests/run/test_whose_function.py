@@ -11,7 +11,7 @@ import pytest
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ConfigError
-from nbtoolkit.launcher.launch import task_name
+from nbtoolkit.launcher.train_function import task_name
 from nbtoolkit.tasks.find import find_task
 
 SPACE = {"optim.lr": {"type": "float", "low": 0.1, "high": 0.9}}
