@@ -7,7 +7,7 @@ import reprlib
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
@@ -16,19 +16,27 @@ from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, check_same, fold_key
 from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
 from nbtoolkit.errors import FoldError, LaunchError
 from nbtoolkit.folds.folds import Folds
-from nbtoolkit.launcher.options import Where, check_call
+from nbtoolkit.launcher.options import (
+    LaunchOptions,
+    SharedOptions,
+    check_call,
+    takes_options,
+)
 from nbtoolkit.launcher.train_function import Train, task_name
 from nbtoolkit.run.attempts import failed
 from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunStarted
 from nbtoolkit.run.failure import raise_failure
-from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
+from nbtoolkit.run.output import RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, find_run
 from nbtoolkit.run.resume import resumable_first_event
 from nbtoolkit.run.serialization import add_note
 from nbtoolkit.search.algorithm import Search
 from nbtoolkit.search.slots import Placement
-from nbtoolkit.search.submit import start_search, submit_search
+from nbtoolkit.search.submit import start_or_submit
 from nbtoolkit.search.sweep_result import SearchHandle, TableLines
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class CVHandle(SearchHandle[CVResult]):
@@ -75,12 +83,8 @@ def cross_validate(
     folds: Folds,
     *,
     processes: int | None = None,
-    name: str | None = None,
-    resume: str | os.PathLike[str] = "auto",
-    where: Where = "local",
     wait: Literal[True] = True,
-    detach: bool = False,
-    display: Display = "auto",
+    **shared: Unpack[SharedOptions],
 ) -> CVResult: ...
 
 
@@ -91,28 +95,21 @@ def cross_validate(
     folds: Folds,
     *,
     processes: int | None = None,
-    name: str | None = None,
-    resume: str | os.PathLike[str] = "auto",
-    where: Where = "local",
     wait: Literal[False],
-    detach: bool = False,
-    display: Display = "auto",
+    **shared: Unpack[SharedOptions],
 ) -> CVHandle: ...
 
 
 @refuse_other_launchers_names
+@takes_options
 def cross_validate(
     train: Train,
     config: ConfigLike,
     folds: Folds,
     *,
     processes: int | None = None,
-    name: str | None = None,
-    resume: str | os.PathLike[str] = "auto",
-    where: Where = "local",
     wait: bool = True,
-    detach: bool = False,
-    display: Display = "auto",
+    **shared: Unpack[SharedOptions],
 ) -> CVResult | CVHandle:
     """Run ``train(config, ctx)`` once per fold, with several folds at once on several devices.
 
@@ -140,6 +137,7 @@ def cross_validate(
         display: how to show the progress. ``"auto"``: a live table in a notebook, one line per
             minute under papermill, a bar in a terminal, one line per fold elsewhere. ``"widgets"``:
             a live table with ipywidgets. ``"text"``: one line per fold. ``"off"``: nothing.
+        on_event: called with each event of the cross-validation while this process waits for it.
 
     Returns:
         The :class:`~nbtoolkit.crossval.cv_result.CVResult`; with ``wait=False`` a
@@ -154,37 +152,25 @@ def cross_validate(
             kept.
     """
     __tracebackhide__ = True
-    arguments = {
-        "start": "forkserver",
-        "where": where,
-        "on_event": None,
-        "processes": processes,
-        "name": name,
-        "resume": resume,
-        "wait": wait,
-        "detach": detach,
-        "display": display,
-    }
-    check_call(train, arguments)
+    options = LaunchOptions(processes=processes, wait=wait, **shared)
+    check_call(train, options)
     _check_folds(folds)
-    screen = choose_screen(display, find_display())
+    screen = choose_screen(options.display, find_display())
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
     config = with_kernel_uri(config)
-    _check_resumed(resume, config, folds)
+    _check_resumed(options.resume, config, folds)
     now = time.time()
-    search, label = _search(folds, processes), name or f"{getattr(train, '__name__', 'run')}_cv"
-    if where == "local":
-        started = start_search(train, config, search, name=label, resume=resume, detach=detach)
-    else:
-        call = partial(cross_validate, train, config, folds, processes=processes)
-        started = submit_search(where, train, config, search, name=label, resume=resume, call=call)
+    search = _search(folds, processes)
+    label = options.name or f"{getattr(train, '__name__', 'run')}_cv"
+    again = partial(cross_validate, train, config, folds, processes=processes)
+    started = start_or_submit(train, config, search, options, name=label, again=again)
     run = started.run
     cell = _output(run.paths, len(folds), screen, since=now)
     place = tracking_place(config)
     cell.say(f"cross-validation, {len(folds)} folds -> {run.paths.folder}{place}")
     if run.resumed:
         cell.say(f"resuming it (attempt {run.attempt}; resume='never' starts a new one)")
-    handle = CVHandle(run.paths, started=started.process, cell=cell)
+    handle = CVHandle(run.paths, started=started.process, cell=cell, on_event=options.on_event)
     if not wait:
         cell.open(waits=False)
     return handle.result() if wait else handle

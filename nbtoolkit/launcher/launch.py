@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
-from nbtoolkit.environment.plan import Evidence, make_plan
+from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.environment.variables import kernel_environment
 from nbtoolkit.errors import LaunchError
-from nbtoolkit.host import detect_host
+from nbtoolkit.host import Host, detect_host
 from nbtoolkit.launcher.fork_servers import fork_server, let_outlive, track
-from nbtoolkit.launcher.options import Start, Where, check_call
+from nbtoolkit.launcher.options import (
+    LaunchOptions,
+    SharedOptions,
+    Start,
+    check_call,
+    takes_options,
+)
 from nbtoolkit.launcher.remote import submit_to_cluster
 from nbtoolkit.launcher.run_handle import RunHandle, StartedRun
 from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline
 from nbtoolkit.launcher.train_function import Train, task_name
-from nbtoolkit.run.events import Event
 from nbtoolkit.run.kept_answers import measured_speed
-from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
+from nbtoolkit.run.output import CellOutput, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.payload import JobSpec, RunRequest, pack_content, pack_function
 from nbtoolkit.run.resume import ChosenRun, choose_run, roll_back, write_header
 from nbtoolkit.run.transport import Connection
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from nbtoolkit.environment.hardware import Hardware
+    from nbtoolkit.environment.launch_plan import LaunchPlan
+    from nbtoolkit.environment.placement import MeasuredSpeed
+
 
 # --- submission ---
 # From the kernel to a supervisor: pack function and environment, hand them to the fork server.
@@ -89,13 +101,8 @@ def launch(
     *,
     processes: int | None = None,
     start: Start = "forkserver",
-    where: Where = "local",
-    name: str | None = None,
-    resume: str | os.PathLike[str] = "auto",
     wait: Literal[True] = True,
-    detach: bool = False,
-    display: Display = "auto",
-    on_event: Callable[[Event], None] | None = None,
+    **shared: Unpack[SharedOptions],
 ) -> RunResult: ...
 
 
@@ -106,30 +113,21 @@ def launch(
     *,
     processes: int | None = None,
     start: Start = "forkserver",
-    where: Where = "local",
-    name: str | None = None,
-    resume: str | os.PathLike[str] = "auto",
     wait: Literal[False],
-    detach: bool = False,
-    display: Display = "auto",
-    on_event: Callable[[Event], None] | None = None,
+    **shared: Unpack[SharedOptions],
 ) -> RunHandle: ...
 
 
 @refuse_other_launchers_names
+@takes_options
 def launch(
     train: Train,
     config: ConfigLike = None,
     *,
     processes: int | None = None,
     start: Start = "forkserver",
-    where: Where = "local",
-    name: str | None = None,
-    resume: str | os.PathLike[str] = "auto",
     wait: bool = True,
-    detach: bool = False,
-    display: Display = "auto",
-    on_event: Callable[[Event], None] | None = None,
+    **shared: Unpack[SharedOptions],
 ) -> RunResult | RunHandle:
     """Run ``train(config, ctx)`` in new processes, one per device, and return the run's result.
 
@@ -165,75 +163,33 @@ def launch(
             failed first.
     """
     __tracebackhide__ = True
-    check_call(
-        train,
-        {
-            "processes": processes,
-            "start": start,
-            "where": where,
-            "name": name,
-            "resume": resume,
-            "wait": wait,
-            "detach": detach,
-            "display": display,
-            "on_event": on_event,
-        },
-    )
-    screen = choose_screen(display, find_display())
+    options = LaunchOptions(processes=processes, start=start, wait=wait, **shared)
+    check_call(train, options)
+    screen = choose_screen(options.display, find_display())
     config = as_config(config, processes).with_overrides({"task": task_name(train)})
     config = with_kernel_uri(config)
     check_deadline(config)
-    if where != "local":
-        handle = _launch_remote(train, config, where, name, resume, display, on_event)
+    if options.where != "local":
+        handle = _submit_job(train, config, options, screen)
         return handle.result() if wait else handle
-    host, hardware = detect_host(), detect_hardware()
-    choose = partial(choose_run, config, train, name, resume)
+    host = detect_host()
     if host.is_rank:
-        from nbtoolkit.launcher.in_process import run_in_place
-
-        result = run_in_place(
-            train,
-            config,
-            host,
-            hardware,
-            choose=choose,
-            display=display,
-            on_event=on_event,
-        )
-        if host.rank == 0:
-            say = CellOutput(result.paths, display).say
-            pack_at_deadline(result.status, result.paths, say)
-        return result if wait else RunHandle(result.paths)
-    speed = measured_speed(train, config, start)
-    evidence: tuple[Evidence, ...] = () if speed is None else (speed,)
-    plan = make_plan(config, host, hardware, evidence, start=start)
-    with choose() as run:
-        if learned := run.learned(plan):
-            plan = make_plan(config, host, hardware, (*evidence, *learned), start=start)
-        header = write_header(run, config, plan, host, train, detached=detach)
-        limit = time_limit(config)
-        job = JobSpec(paths=run.paths, plan=plan, config=config, deadline=limit.deadline)
-        request = RunRequest(
-            job=job,
-            host=host,
-            hardware=hardware,
-            header=header,
-            notes=(*run.notes, *limit.notes),
-            speed=speed,
-        )
-        cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
-        cell.begin(plan, run, tracking_place(config))
+        return _join_ranks(train, config, options, host)
+    planned = _plan(train, config, start, host)
+    with choose_run(config, train, options.name, options.resume) as run:
+        request = _claim(run, train, planned, options)
+        cell = CellOutput(run.paths, options.display, offset=_size(run.paths.log(0)))
+        cell.begin(request.job.plan, run, tracking_place(config))
         if start == "inline":
-            from nbtoolkit.launcher.in_process import run_inline
-
-            result = run_inline(train, request, run, cell=cell, on_event=on_event)
-            pack_at_deadline(result.status, result.paths, cell.say)
-            return result
-
+            return _train_here(train, request, run, cell, options)
         shown = displays().show(cell, run.paths, screen)
-        started = submit(train, request, run, detach=detach)
+        started = submit(train, request, run, detach=options.detach)
         handle = RunHandle(
-            run.paths, started, cell=shown, on_event=on_event, offset=run.events_size
+            run.paths,
+            started,
+            cell=shown,
+            on_event=options.on_event,
+            offset=run.events_size,
         )
     # From here on the supervisor alone holds the run's lock.
     if wait:
@@ -242,29 +198,95 @@ def launch(
     return handle
 
 
-def _launch_remote(
-    train: Train,
-    config: Config,
-    where: str,
-    name: str | None,
-    resume: str | os.PathLike[str],
-    display: Display,
-    on_event: Callable[[Event], None] | None,
-) -> RunHandle:
+# --- its steps ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """The plan of a launch, with what it was made from."""
+
+    config: Config
+    host: Host
+    hardware: Hardware
+    start: Start
+    speed: MeasuredSpeed | None
+    plan: LaunchPlan
+
+
+def _plan(train: Train, config: Config, start: Start, host: Host) -> _Planned:
+    hardware, speed = detect_hardware(), measured_speed(train, config, start)
+    evidence = () if speed is None else (speed,)
+    plan = make_plan(config, host, hardware, evidence, start=start)
+    return _Planned(
+        config=config, host=host, hardware=hardware, start=start, speed=speed, plan=plan
+    )
+
+
+def _claim(run: ChosenRun, train: Train, planned: _Planned, options: LaunchOptions) -> RunRequest:
+    """Write the first event of this attempt, whose plan counts what earlier attempts have shown."""
+    config, host, hardware, plan = planned.config, planned.host, planned.hardware, planned.plan
+    if learned := run.learned(plan):
+        known = () if planned.speed is None else (planned.speed,)
+        plan = make_plan(config, host, hardware, (*known, *learned), start=planned.start)
+    header = write_header(run, config, plan, host, train, detached=options.detach)
+    limit = time_limit(config)
+    return RunRequest(
+        job=JobSpec(paths=run.paths, plan=plan, config=config, deadline=limit.deadline),
+        host=host,
+        hardware=hardware,
+        header=header,
+        notes=(*run.notes, *limit.notes),
+        speed=planned.speed,
+    )
+
+
+def _train_here(
+    train: Train, request: RunRequest, run: ChosenRun, cell: CellOutput, options: LaunchOptions
+) -> RunResult:
+    """Train in this process (``start="inline"``)."""
+    from nbtoolkit.launcher.in_process import run_inline
+
+    result = run_inline(train, request, run, cell=cell, on_event=options.on_event)
+    pack_at_deadline(result.status, result.paths, cell.say)
+    return result
+
+
+def _join_ranks(
+    train: Train, config: Config, options: LaunchOptions, host: Host
+) -> RunResult | RunHandle:
+    """Train in this process, which torchrun, Slurm or Ray has started as a rank."""
+    from nbtoolkit.launcher.in_process import run_in_place
+
+    result = run_in_place(
+        train,
+        config,
+        host,
+        detect_hardware(),
+        choose=partial(choose_run, config, train, options.name, options.resume),
+        display=options.display,
+        on_event=options.on_event,
+    )
+    if host.rank == 0:
+        say = CellOutput(result.paths, options.display).say
+        pack_at_deadline(result.status, result.paths, say)
+    return result if options.wait else RunHandle(result.paths)
+
+
+def _submit_job(train: Train, config: Config, options: LaunchOptions, screen: Screen) -> RunHandle:
     """Submit the job that launches on the machines of a cluster; return the handle on its run."""
 
     def call(paths: RunPaths, ranks: int | None) -> Callable[[], RunResult]:
         folder = paths.folder
         return partial(launch, train, config, processes=ranks, resume=folder, display="off")
 
-    choose = partial(choose_run, config, train, name, resume)
-    run = submit_to_cluster(where, train, config, choose=choose, call=call)
-    cell = CellOutput(run.paths, display, offset=_size(run.paths.log(0)))
-    cell.say(f"{where} -> {run.paths.folder}{tracking_place(config)}")
+    choose = partial(choose_run, config, train, options.name, options.resume)
+    run = submit_to_cluster(options.where, train, config, choose=choose, call=call)
+    cell = CellOutput(run.paths, options.display, offset=_size(run.paths.log(0)))
+    cell.say(f"{options.where} -> {run.paths.folder}{tracking_place(config)}")
     for warning in run.warnings:
         cell.say(f"warning: {warning}")
-    shown = displays().show(cell, run.paths, choose_screen(display, find_display()))
-    return RunHandle(run.paths, cell=shown, on_event=on_event, offset=run.events_size)
+    shown = displays().show(cell, run.paths, screen)
+    return RunHandle(run.paths, cell=shown, on_event=options.on_event, offset=run.events_size)
 
 
 def _size(path: Path) -> int:

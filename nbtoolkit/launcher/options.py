@@ -1,20 +1,27 @@
-"""Check the options of a launch."""
+"""The options that ``nb.launch``, ``nb.sweep`` and ``nb.cross_validate`` share."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from inspect import Parameter
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
 
+from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.environment.variables import RANK_MARK
 from nbtoolkit.errors import LaunchError, NestedLaunch
 from nbtoolkit.launcher.train_function import check_function
+from nbtoolkit.run.events import Event
+from nbtoolkit.run.output import Display
 from nbtoolkit.run.remote_job import CLUSTERS
 
-if TYPE_CHECKING:
-    pass
+P = ParamSpec("P")
+T = TypeVar("T")
 
 Start = Literal["forkserver", "inline"]
 Where = Literal["local", "slurm", "ray"]
@@ -26,16 +33,91 @@ CHOICES = {
 }
 
 
-def check_call(train: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Validate the arguments of :func:`nbtoolkit.launch`.
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """The options of a call, with their defaults; :func:`nbtoolkit.launch` describes them."""
+
+    processes: int | None = None
+    start: Start = "forkserver"
+    where: Where = "local"
+    name: str | None = None
+    resume: str | os.PathLike[str] = "auto"
+    wait: bool = True
+    detach: bool = False
+    display: Display = "auto"
+    on_event: Callable[[Event], None] | None = None
+
+
+class SharedOptions(TypedDict, total=False):
+    """Those that each of the three functions takes, for type checkers and editors (PEP 692).
+
+    The functions name ``wait`` themselves, which decides what they return.
+    """
+
+    where: Where
+    name: str | None
+    resume: str | os.PathLike[str]
+    detach: bool
+    display: Display
+    on_event: Callable[[Event], None] | None
+
+
+def takes_options(function: Callable[P, T]) -> Callable[P, T]:
+    """Show the shared options in a function's signature, and refuse all that are not in it.
 
     Args:
-        train: the training function.
-        arguments: the other arguments, by name.
+        function: has ``**options: Unpack[SharedOptions]``.
+    """
+    signature = _with_shared_options(inspect.signature(function))
+
+    @functools.wraps(function)
+    def call(*args: P.args, **options: P.kwargs) -> T:
+        __tracebackhide__ = True
+        _refuse_unknown(function.__name__, signature, options)
+        return function(*args, **options)
+
+    call.__signature__ = signature  # type: ignore[attr-defined] # inspect and editors read it
+    return call
+
+
+def _with_shared_options(signature: inspect.Signature) -> inspect.Signature:
+    """Return the signature with the shared options in place of ``**options``."""
+    order = [field.name for field in fields(LaunchOptions)]
+    own = [each for each in signature.parameters.values() if each.kind != Parameter.VAR_KEYWORD]
+    shared = [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in fields(LaunchOptions)
+        if field.name in SharedOptions.__optional_keys__
+    ]
+    only_here = [each for each in own if each.name not in order]
+    options = [each for each in (*own, *shared) if each.name in order]
+    options.sort(key=lambda each: order.index(each.name))
+    return signature.replace(parameters=[*only_here, *options])
+
+
+def _refuse_unknown(function: str, signature: inspect.Signature, given: Iterable[str]) -> None:
+    known = list(signature.parameters)
+    for name in given:
+        if name in known:
+            continue
+        do = (
+            "set a setting in the config; give the function an argument of its own with "
+            "functools.partial(train, ...)"
+        )
+        if (meant := similar_name(name, known)) is not None:
+            do = f"pass {meant}"
+        raise LaunchError(f"{function} has no argument {name!r}", allowed=", ".join(known), do=do)
+
+
+# --- checks ---
+
+
+def check_call(train: Callable[..., Any], options: LaunchOptions) -> None:
+    """Validate the training function and the options of a call.
 
     Raises:
         NestedLaunch: this process is a rank itself.
-        LaunchError: an argument has an invalid value.
+        LaunchError: the function cannot be launched, or an option has an invalid value.
     """
     if RANK_MARK in os.environ:
         raise NestedLaunch(
@@ -44,36 +126,37 @@ def check_call(train: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
             do="move the launch out of the training function, or behind `if __name__ == ...`",
         )
     check_function(train)
-    _check_arguments(arguments)
-    if arguments["start"] != "forkserver" and arguments["where"] != "local":
+    _check_values(options)
+    if options.start == "forkserver":
+        return
+    if options.where != "local":
         raise LaunchError(
-            f'start="{arguments["start"]}" ties the run to this process, and '
-            f'where="{arguments["where"]}" runs it on other machines',
+            f'start="{options.start}" ties the run to this process, and where="{options.where}" '
+            "runs it on other machines",
             allowed='where="local", or start="forkserver"',
             do="leave start out",
         )
-    if arguments["start"] != "forkserver" and (arguments["detach"] or not arguments["wait"]):
+    if options.detach or not options.wait:
         raise LaunchError(
-            f'start="{arguments["start"]}" ties the run to this process: '
+            f'start="{options.start}" ties the run to this process: '
             "it cannot be detached or run in the background",
             allowed='wait=False and detach=True with start="forkserver"',
             do='use start="forkserver"',
         )
 
 
-def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    for argument in CHOICES:
-        check_choice(argument, arguments[argument])
-    processes, name = arguments["processes"], arguments["name"]
-    resume, on_event = arguments["resume"], arguments["on_event"]
+def _check_values(options: LaunchOptions) -> None:
+    for choice in CHOICES:
+        check_choice(choice, getattr(options, choice))
+    processes, name, resume = options.processes, options.name, options.resume
     whole = isinstance(processes, Integral) and not isinstance(processes, bool)
     counts = processes is None or (whole and processes >= 1)
     _check("processes", processes, counts, "a whole number of at least 1, or None")
     _check("name", name, name is None or isinstance(name, str), "a string, or None")
     named = isinstance(resume, (str, os.PathLike)) and resume != ""
     _check("resume", resume, named, '"auto" | "never" | a run\'s id or folder')
-    listens = on_event is None or callable(on_event)
-    _check("on_event", on_event, listens, "a function of one event, or None")
+    listens = options.on_event is None or callable(options.on_event)
+    _check("on_event", options.on_event, listens, "a function of one event, or None")
 
 
 def check_choice(argument: str, value: object) -> None:

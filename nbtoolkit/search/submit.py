@@ -20,6 +20,7 @@ from nbtoolkit.environment.variables import kernel_environment
 from nbtoolkit.errors import LaunchError, PlanError, ResumeError
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.launcher.fork_servers import fork_server, let_outlive, track
+from nbtoolkit.launcher.options import LaunchOptions
 from nbtoolkit.launcher.remote import submit_to_cluster
 from nbtoolkit.launcher.run_handle import StartedRun
 from nbtoolkit.run.attempts import (
@@ -309,37 +310,39 @@ def start_search(
     return Started(run, process, limit.deadline)
 
 
-def submit_search(
-    where: str,
+def start_or_submit(
     train: Callable[..., Any],
     config: Config,
     search: Search,
+    options: LaunchOptions,
     *,
     name: str,
-    resume: str | os.PathLike[str],
-    call: Callable[..., object],
+    again: Callable[..., object],
 ) -> Started:
-    """Submit a search to a cluster.
+    """Start a search on this machine, or submit it to the cluster that the options name.
 
     Args:
-        where: the cluster.
         train: the training function.
         config: the base configuration.
         search: the search.
-        name: as for :func:`start_search`.
-        resume: as for :func:`start_search`.
-        call: starts the search in the job; gets its folder as ``resume``.
+        options: of the call.
+        name: suffix of a new folder's name.
+        again: the call, for the job of a cluster; gets the search's folder as ``resume``.
 
     Raises:
-        NbtoolkitError: see :func:`~nbtoolkit.launcher.remote.submit_to_cluster`.
+        NbtoolkitError: see :func:`start_search` and
+            :func:`~nbtoolkit.launcher.remote.submit_to_cluster`.
     """
+    resume = options.resume
+    if options.where == "local":
+        return start_search(train, config, search, name=name, resume=resume, detach=options.detach)
     wanted = WantedSearch.of(train, config, search)
     run = submit_to_cluster(
-        where,
+        options.where,
         train,
         config,
         choose=partial(choose_search, train, config, wanted, name, resume),
-        call=lambda paths, _: partial(call, resume=paths.folder, display="off"),
+        call=lambda paths, _: partial(again, resume=paths.folder, display="off"),
         is_search=True,
         **wanted.fields(),
     )

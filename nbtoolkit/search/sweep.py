@@ -16,13 +16,19 @@ from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
 from nbtoolkit.errors import ConfigError, FoldError, MissingExtra, SpaceError
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.folds.make_folds import make_folds
-from nbtoolkit.launcher.options import Where, check_call
+from nbtoolkit.launcher.options import (
+    LaunchOptions,
+    SharedOptions,
+    Where,
+    check_call,
+    takes_options,
+)
 from nbtoolkit.launcher.train_function import Train, task_name
 from nbtoolkit.run.events import Event
-from nbtoolkit.run.output import Display, RunDisplay, Screen, choose_screen, displays, find_display
+from nbtoolkit.run.output import RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.search.algorithm import Search
-from nbtoolkit.search.submit import WantedSearch, complete, start_search, submit_search, unfinished
+from nbtoolkit.search.submit import WantedSearch, complete, start_or_submit, unfinished
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, TableLines, read_sweep_config
 from nbtoolkit.study.study_server import check_server, split_storage
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
@@ -30,6 +36,8 @@ from nbtoolkit.study.table import SweepTable
 from nbtoolkit.tasks.find import find_data
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from nbtoolkit.study.sweep_config import FoldConfig
 
     Source = str | os.PathLike[str] | Mapping[str, Any]
@@ -54,13 +62,8 @@ def sweep(
     folds: Folds | None = None,
     targets: Any = None,
     groups: Any = None,
-    name: str | None = None,
-    resume: str | os.PathLike[str] = "auto",
-    where: Where = "local",
     wait: Literal[True] = True,
-    detach: bool = False,
-    display: Display = "auto",
-    on_event: Callable[[Event], None] | None = None,
+    **shared: Unpack[SharedOptions],
 ) -> SweepResult: ...
 
 
@@ -75,17 +78,13 @@ def sweep(
     folds: Folds | None = None,
     targets: Any = None,
     groups: Any = None,
-    name: str | None = None,
-    resume: str | os.PathLike[str] = "auto",
-    where: Where = "local",
     wait: Literal[False],
-    detach: bool = False,
-    display: Display = "auto",
-    on_event: Callable[[Event], None] | None = None,
+    **shared: Unpack[SharedOptions],
 ) -> SweepHandle: ...
 
 
 @refuse_other_launchers_names
+@takes_options
 def sweep(
     train: Train,
     config: ConfigLike,
@@ -96,13 +95,8 @@ def sweep(
     folds: Folds | None = None,
     targets: Any = None,
     groups: Any = None,
-    name: str | None = None,
-    resume: str | os.PathLike[str] = "auto",
-    where: Where = "local",
     wait: bool = True,
-    detach: bool = False,
-    display: Display = "auto",
-    on_event: Callable[[Event], None] | None = None,
+    **shared: Unpack[SharedOptions],
 ) -> SweepResult | SweepHandle:
     """Search for the settings with which ``train(config, ctx)`` gives the best result.
 
@@ -161,21 +155,11 @@ def sweep(
         KeyboardInterrupt: the wait was interrupted; the trials have stopped and can be resumed.
     """
     __tracebackhide__ = True
-    arguments = {
-        "processes": None,
-        "start": "forkserver",
-        "wait": wait,
-        "detach": detach,
-        "display": display,
-        "resume": resume,
-        "name": name,
-        "where": where,
-        "on_event": on_event,
-    }
-    check_call(train, arguments)
+    options = LaunchOptions(wait=wait, **shared)
+    check_call(train, options)
     if find_spec("optuna") is None:
         raise MissingExtra("a sweep needs Optuna", do=install_line("search"))
-    screen = choose_screen(display, find_display())
+    screen = choose_screen(options.display, find_display())
     config = with_kernel_uri(as_config(config).with_overrides({"task": task_name(train)}))
     count = None if folds is None else len(folds)
     again = partial(sweep, train, config, space, n_trials=n_trials, timeout=timeout)
@@ -184,20 +168,17 @@ def sweep(
     if folds is None:
         folds = configured_folds(sweep_config.folds, config.task, targets, groups)
     search = _search(sweep_config, folds)
-    if resume == "auto":
+    if options.resume == "auto":
         wanted = WantedSearch.of(train, config, search)
         if (done := complete(config.runtime.output_dir, wanted)) is not None:
-            shown = _show_again(done, screen, on_event)
+            shown = _show_again(done, screen, options.on_event)
             return shown.result() if wait else shown
     if search.storage is not None:
-        _check_shared(search, sweep_config, where)
+        _check_shared(search, sweep_config, options.where)
     sweep_config = search.sweep_config or sweep_config
-    label = name or sweep_config.study.name
+    label = options.name or sweep_config.study.name
     now = time.time()
-    if where == "local":
-        started = start_search(train, config, search, name=label, resume=resume, detach=detach)
-    else:
-        started = submit_search(where, train, config, search, name=label, resume=resume, call=again)
+    started = start_or_submit(train, config, search, options, name=label, again=again)
     run, paths = started.run, started.run.paths
     _keep(paths, sweep_config, folds)
     cell = _shown(paths, sweep_config, screen, started.deadline, since=now)
@@ -207,7 +188,7 @@ def sweep(
         cell.say(f"resuming the sweep {paths.run_id} ({session})")
     # on_event: from the first event on, since the table covers all sessions
     process = started.process
-    handle = SweepHandle(paths, SweepResult, started=process, cell=cell, on_event=on_event)
+    handle = SweepHandle(paths, SweepResult, started=process, cell=cell, on_event=options.on_event)
     if not wait:
         cell.open(waits=False)
     return handle.result() if wait else handle

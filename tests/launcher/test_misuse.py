@@ -101,6 +101,23 @@ def test_an_argument_that_launch_does_not_take(
         quiet(functions.ranks, config, **wrong)
 
 
+@pytest.mark.parametrize(
+    ("call", "name", "message"),
+    [
+        (nb.launch, "proceses", "Allowed: train, config, processes, start, where, name, resume, "),
+        (nb.launch, "proceses", "Do now:  pass processes$"),
+        (nb.launch, "batch_size", r"set a setting in the config; .* functools.partial\(train, "),
+        (nb.sweep, "start", "Allowed: train, config, space, n_trials, .*, display, on_event\n"),
+        (nb.cross_validate, "n_trials", "Allowed: train, config, folds, processes, where, "),
+    ],
+)
+def test_an_option_that_does_not_exist_is_refused_with_those_that_do(
+    call: Any, name: str, message: str
+) -> None:
+    with pytest.raises(LaunchError, match=rf"has no argument '{name}'\n(.*\n)*.*{message}"):
+        call(functions.ranks, None, **{name: 2})
+
+
 @pytest.mark.parametrize("name", ["num_processes", "nprocs", "num_gpus"])
 def test_another_launchers_name_for_processes_is_refused_with_ours(name: str) -> None:
     calls: list[Any] = [nb.launch, nb.cross_validate, nb.find_batch_size, nb.find_learning_rate]
