@@ -9,19 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
-from nbtoolkit.environment.grace import STOP_GRACE, TRACKING_SECONDS, TRACKING_STALL_SECONDS
-from nbtoolkit.environment.resources import Activity, wait_while_active
+from nbtoolkit.environment.grace import STOP_GRACE
 from nbtoolkit.errors import LaunchError, RunFolderError
 from nbtoolkit.launcher.fork_servers import import_ahead, take_over
 from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline, refuse_deleted
-from nbtoolkit.run.attempts import completed, first_event, last_event, readable_first_event
+from nbtoolkit.run.attempts import completed, first_event, last_event
 from nbtoolkit.run.events import Event, EventReader, RunEnded, RunStarted
 from nbtoolkit.run.failure import raise_failure
 from nbtoolkit.run.messages import ModulesImported, StopRequest, SupervisorLost
 from nbtoolkit.run.output import RunDisplay, displays
-from nbtoolkit.run.paths import RunPaths, read_or_empty, reading, write_json
+from nbtoolkit.run.paths import RunPaths, reading, write_json
 from nbtoolkit.run.remote_job import remote_job
 from nbtoolkit.run.signals import (
     SignalFlag,
@@ -30,6 +28,7 @@ from nbtoolkit.run.signals import (
     without_interrupts,
 )
 from nbtoolkit.run.transport import Connection
+from nbtoolkit.tracking.catch_up import wait_for_tracking
 
 _POLL_SECONDS = 0.1
 
@@ -362,60 +361,3 @@ def _keep_connected(handle: RunHandle) -> None:
 def _disconnect_all() -> None:
     for handle in _connected:
         handle.disconnect()
-
-
-def wait_for_tracking(
-    paths: RunPaths,
-    pid: int,
-    say: Callable[[str], object],
-    *,
-    limit: float = TRACKING_SECONDS,
-    stalled: float = TRACKING_STALL_SECONDS,
-) -> bool:
-    """Wait until tracking has written a run's events; show a message if it has not.
-
-    Args:
-        paths: the run.
-        pid: the tracking service's process.
-        say: shows a message to the user.
-        limit: seconds to wait.
-        stalled: seconds without progress after which the wait ends.
-
-    Returns:
-        True if all events are written.
-    """
-
-    def has_ended(seconds: float) -> bool:
-        ended = any(_tracking_state(paths))
-        if not ended:
-            time.sleep(min(seconds, 0.01))
-        return ended
-
-    what = f"tracking to write the run {paths.run_id}"
-    in_time = wait_while_active(
-        has_ended, Activity(pid), what, limit=limit, stalled=stalled, say=say
-    )
-    replay = f"nbtoolkit.tracking.replay({str(paths.folder)!r})"
-    done, error = _tracking_state(paths)
-    if error:
-        say(f"warning: tracking did not write the whole run: {error}; {replay} retries")
-    elif not in_time:
-        say(
-            "tracking has not written the whole run yet, and continues in the background: "
-            f'{paths.tracking} has "done": true at its end; after a crash, call {replay}'
-        )
-    return done
-
-
-def _tracking_state(paths: RunPaths) -> tuple[bool, str]:
-    """Return whether tracking has written the whole run, and the error that ended it, or ""."""
-    try:
-        state: dict[str, Any] = read_or_empty(paths.tracking)
-        written = paths.tracking.stat().st_mtime
-    except FileNotFoundError:
-        return False, ""
-    # The file of an earlier attempt has read fewer events, or is older than this attempt.
-    done = state.get("done") and state.get("read", 0) >= paths.events.stat().st_size
-    started = readable_first_event(paths)
-    new = started is None or written >= started.t
-    return bool(done), state.get("error", "") if new else ""

@@ -32,6 +32,7 @@ from nbtoolkit.run.events import (
 from nbtoolkit.run.messages import RunTracked, TrackRun
 from nbtoolkit.run.paths import RunPaths, read_json
 from nbtoolkit.run.transport import Connection
+from nbtoolkit.tracking.catch_up import wait_for_tracking
 from nbtoolkit.tracking.database import open_database, tracking_table
 from nbtoolkit.tracking.follower import Follower
 from nbtoolkit.tracking.service import Service, TrackingProcess, replay
@@ -403,6 +404,7 @@ from pathlib import Path
 from mounts import in_own_mounts
 from tracked_runs import follow
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.tracking.catch_up import wait_for_tracking
 from nbtoolkit.tracking.database import import_client
 
 import_client()
