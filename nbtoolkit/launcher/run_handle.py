@@ -1,8 +1,7 @@
-"""Define RunHandle, a run in progress, which waits, forwards interrupts and shows output."""
+"""Define RunHandle, the handle of a run: its state, requests to it, and the wait for its end."""
 
 from __future__ import annotations
 
-import atexit
 import select
 import threading
 import time
@@ -13,13 +12,14 @@ from dataclasses import dataclass
 from nbtoolkit.environment.grace import STOP_GRACE
 from nbtoolkit.errors import LaunchError, RunFolderError
 from nbtoolkit.launcher.fork_servers import import_ahead, take_over
-from nbtoolkit.launcher.run_result import RunResult, pack_at_deadline, refuse_deleted
-from nbtoolkit.run.attempts import completed, first_event, last_event
-from nbtoolkit.run.events import Event, EventReader, RunEnded, RunStarted
+from nbtoolkit.launcher.kept_connections import keep_connected
+from nbtoolkit.launcher.run_result import RunResult, no_result, pack_at_deadline, refuse_deleted
+from nbtoolkit.run.attempts import completed, last_event
+from nbtoolkit.run.events import Event, EventReader
 from nbtoolkit.run.failure import raise_failure
 from nbtoolkit.run.messages import ModulesImported, StopRequest, SupervisorLost
 from nbtoolkit.run.output import RunDisplay, displays
-from nbtoolkit.run.paths import RunPaths, reading, write_json
+from nbtoolkit.run.paths import RunPaths, write_json
 from nbtoolkit.run.remote_job import remote_job
 from nbtoolkit.run.signals import (
     SignalFlag,
@@ -65,14 +65,15 @@ class RunHandle:
         self._started, self._cell, self._on_event = started, cell, on_event
         self._line = None if started is None else started.line
         self._reader = EventReader(paths.events, offset)
-        self._ended: RunEnded | None = None
         self._lost: SupervisorLost | None = None
         self._remote = remote_job(paths) if started is None else None
         self._job_text = ""
         self._was_live = started is not None or paths.owned()
         self._receiving = threading.Lock()
         if started is not None:
-            _keep_connected(self)
+            keep_connected(self)
+
+    # --- the run as it is ---
 
     def done(self) -> bool:
         """Return True if the run has ended, or has lost its supervisor."""
@@ -103,6 +104,8 @@ class RunHandle:
         """Read the events of the run so far, oldest first; see ``nbtoolkit/run/events.py``."""
         return EventReader(self.paths.events).read()
 
+    # --- requests ---
+
     def stop(self, reason: str = "a handle asked", grace: float | None = None) -> None:
         """Ask all ranks to leave at their next report, with the status ``"stopped"``.
 
@@ -125,6 +128,8 @@ class RunHandle:
             self._remote.cancel()
         else:
             self.stop("cancelled", grace=0.0)
+
+    # --- the wait ---
 
     def result(self, timeout: float | None = None) -> RunResult:
         """Wait for the end of the run, show its output meanwhile, and return its result.
@@ -165,13 +170,6 @@ class RunHandle:
             pack_at_deadline(outcome.status, self.paths, self._say)
         return outcome
 
-    def disconnect(self) -> None:
-        """Close the connection to the supervisor; this ends the run, unless it is detached."""
-        if self._line is not None:
-            self._line.close()
-
-    # --- waiting ---
-
     def _wait_with_signals(self, limit: float | None) -> int | None:
         """Wait; forward termination signals to a run that would end with this process."""
         flag, started = SignalFlag(), self._started
@@ -203,6 +201,14 @@ class RunHandle:
             except KeyboardInterrupt:
                 interrupts += 1
 
+    def _interrupt(self, count: int) -> None:
+        if count == 1:
+            self.stop("interrupted", grace=STOP_GRACE)
+        elif self._line is not None or self._remote is not None:
+            self.cancel()
+        else:
+            self.stop("interrupted twice", grace=0.0)
+
     def _forward_signal(self, flag: SignalFlag) -> None:
         """End the run as if its supervisor had received the signal itself."""
         if flag.number and self._line is not None:
@@ -221,13 +227,30 @@ class RunHandle:
                 self._on_event(event)
             if self._cell is not None:
                 self._cell.event(event)
-            if isinstance(event, RunStarted):
-                self._ended = None  # a new attempt
-            elif isinstance(event, RunEnded):
-                self._ended = event
         if self._cell is not None:
             self._cell.pump()
         return complete
+
+    def _say_job(self) -> None:
+        """Show the state of a cluster's job when it has changed."""
+        if self._remote is not None and (text := self._remote.state().text) != self._job_text:
+            self._job_text = text
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        if self._cell is not None:
+            self._cell.say(text)
+
+    # --- the connection ---
+
+    def _supervisor_lives(self) -> bool:
+        if self._remote is not None:
+            # A run that has ended early may start again.
+            over = completed(self.paths) and not self.paths.owned()
+            return not over and self._remote.active()
+        if self._line is not None:
+            return not self._line.closed
+        return self.paths.owned()
 
     def _wait(self) -> None:
         if self._line is None:
@@ -251,28 +274,12 @@ class RunHandle:
                     import_ahead(message.names)
         take_over()  # a search that runs goes on with the next fork server
 
-    def _say_job(self) -> None:
-        """Show the state of a cluster's job when it has changed."""
-        if self._remote is not None and (text := self._remote.state().text) != self._job_text:
-            self._job_text = text
-            self._say(text)
-
-    def _supervisor_lives(self) -> bool:
-        if self._remote is not None:
-            # A run that has ended early may start again.
-            over = completed(self.paths) and not self.paths.owned()
-            return not over and self._remote.active()
+    def disconnect(self) -> None:
+        """Close the connection to the supervisor; this ends the run, unless it is detached."""
         if self._line is not None:
-            return not self._line.closed
-        return self.paths.owned()
+            self._line.close()
 
-    def _interrupt(self, count: int) -> None:
-        if count == 1:
-            self.stop("interrupted", grace=STOP_GRACE)
-        elif self._line is not None or self._remote is not None:
-            self.cancel()
-        else:
-            self.stop("interrupted twice", grace=0.0)
+    # --- the end ---
 
     def _finish(self) -> None:
         if self._cell is not None:
@@ -280,42 +287,28 @@ class RunHandle:
         if self._started is None:
             return
         self._started.line.close()
-        if self._started.tracked is not None and self._ended is not None:
+        if self._started.tracked is not None and last_event(self.paths) is not None:
             pid = self._started.tracked()  # else the service waits until its next poll
             wait_for_tracking(self.paths, pid, self._say)
 
-    def _say(self, text: str) -> None:
-        if self._cell is not None:
-            self._cell.say(text)
-
     def _outcome(self) -> RunResult:
+        """Return the result; raise what kept the run from one."""
         __tracebackhide__ = True
         if (lost := self._lost) is not None:
             kind = {"RunFolderError": RunFolderError}.get(lost.error, LaunchError)
             raise kind(lost.what, allowed=lost.allowed, do=lost.do)
         refuse_deleted(self.paths)
         ended = last_event(self.paths)
-        if ended is not None and ended.status == "failed":
+        if ended is None:
+            raise no_result(self.paths, self._remote)
+        if ended.status == "failed":
             raise_failure(self.paths)
-        if ended is not None:
-            return RunResult(self.paths)
-        with reading(self.paths.events):
-            if first_event(self.paths) is None:
-                raise ValueError("it has no first event")
-        if self._remote is not None:
-            raise LaunchError(
-                f"the job of the run {self.paths.run_id} has ended without a result: "
-                f"{self._remote.state().text}{_last_lines(self.paths)}",
-                allowed="a run that was cut off resumes from its last checkpoint",
-                do="launch again (resume='auto' finds a run with a checkpoint); a time limit that "
-                "is too short: cluster.time_limit",
-            )
-        raise LaunchError(
-            f"the supervisor process of the run {self.paths.run_id} died, and the ranks with it "
-            "(usual cause: out of memory)",
-            allowed="an interrupted run resumes from its last checkpoint",
-            do="launch again (resume='auto' finds the run)",
-        )
+        return self._read_result()
+
+    def _read_result(self) -> RunResult:
+        return RunResult(self.paths)
+
+    # --- in a notebook ---
 
     def __repr__(self) -> str:
         return f"RunHandle({'ended' if self.done() else 'running'}, {self.paths.folder})"
@@ -326,38 +319,3 @@ class RunHandle:
 
     def _repr_html_(self) -> str:
         return displays().static(self.paths)
-
-
-def _last_lines(paths: RunPaths) -> str:
-    """The end of what the job itself wrote, outside its ranks."""
-    file = paths.remote.with_name("log.txt")
-    lines = file.read_text(errors="replace").splitlines()[-5:] if file.exists() else []
-    return "".join(f"\n    {line}" for line in lines)
-
-
-_connected: list[RunHandle] = []
-"""Running runs of this kernel; their connections stay open even if the user drops the handles."""
-_connected_lock = threading.Lock()
-
-
-def _keep_connected(handle: RunHandle) -> None:
-    """Keep a run's connection open until the run or this process ends.
-
-    The open connection tells the supervisor that this process lives.
-    """
-    with _connected_lock:
-        if not _connected:
-            # Registered after the fork server's exit function, and so called before it: that one
-            # waits for the supervisors.
-            atexit.unregister(_disconnect_all)
-            atexit.register(_disconnect_all)
-        for other in list(_connected):
-            if other.done():
-                other.disconnect()
-                _connected.remove(other)
-        _connected.append(handle)
-
-
-def _disconnect_all() -> None:
-    for handle in _connected:
-        handle.disconnect()

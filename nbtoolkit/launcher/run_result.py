@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.errors import CheckpointError, LaunchError, RunFolderError
-from nbtoolkit.run.attempts import last_event, newest_plan
+from nbtoolkit.run.attempts import first_event, last_event, newest_plan
 from nbtoolkit.run.events import EventReader, MetricsLogged, RunEnded, RunStarted
 from nbtoolkit.run.failure import raise_failure
 from nbtoolkit.run.output import charts
 from nbtoolkit.run.paths import RunPaths, Status, reading
+from nbtoolkit.run.remote_job import RemoteJob, last_lines
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.text_table import html_table
 
@@ -200,6 +201,35 @@ def refuse_deleted(paths: RunPaths) -> None:
             allowed="a training function that deletes only its own files",
             do="find the code that deletes it (shutil.rmtree, rm -r), and launch again",
         ) from failure
+
+
+def no_result(paths: RunPaths, job: RemoteJob | None) -> LaunchError:
+    """Return the error of a run that has neither a last event nor a process.
+
+    Args:
+        paths: the run.
+        job: its job on a cluster; None: it ran on this machine.
+
+    Raises:
+        RunFileError: its events cannot be read.
+    """
+    with reading(paths.events):
+        if first_event(paths) is None:
+            raise ValueError("it has no first event")
+    if job is not None:
+        return LaunchError(
+            f"the job of the run {paths.run_id} has ended without a result: "
+            f"{job.state().text}{last_lines(paths)}",
+            allowed="a run that was cut off resumes from its last checkpoint",
+            do="launch again (resume='auto' finds a run with a checkpoint); a time limit that "
+            "is too short: cluster.time_limit",
+        )
+    return LaunchError(
+        f"the supervisor process of the run {paths.run_id} died, and the ranks with it "
+        "(usual cause: out of memory)",
+        allowed="an interrupted run resumes from its last checkpoint",
+        do="launch again (resume='auto' finds the run)",
+    )
 
 
 def _find_checkpoint(paths: RunPaths, recorded: str | None) -> Path | None:

@@ -122,6 +122,13 @@ def remote_job(paths: RunPaths) -> RemoteJob | None:
     return None
 
 
+def last_lines(paths: RunPaths) -> str:
+    """Return the end of what the job of a run has written itself, outside its ranks."""
+    file = paths.remote.with_name("log.txt")
+    lines = file.read_text(errors="replace").splitlines()[-5:] if file.exists() else []
+    return "".join(f"\n    {line}" for line in lines)
+
+
 def awaits_job(paths: RunPaths) -> bool:
     """Whether a job of another process waits or runs, which will lock the run."""
     job = remote_job(paths)

@@ -16,7 +16,7 @@ from nbtoolkit.config.yaml_source import read_layer
 from nbtoolkit.errors import LaunchError, RunFileError, SweepError
 from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.launcher.run_result import result_of
-from nbtoolkit.run.attempts import last_event, run_config
+from nbtoolkit.run.attempts import run_config
 from nbtoolkit.run.events import Event, EventReader, NoteAdded, StopRequested, TrialChanged
 from nbtoolkit.run.failure import raise_failure
 from nbtoolkit.run.messages import SearchCommand
@@ -329,14 +329,8 @@ class SearchHandle(RunHandle, Generic[Result]):
             file = self.paths.commands / f"{time.time_ns()}.json"
             write_json(file, vars(command), durable=False)
 
-    def _outcome(self) -> Any:
-        __tracebackhide__ = True
-        ended = None if self._lost is not None else last_event(self.paths)
-        if ended is not None and ended.status == "failed":
-            raise_failure(self.paths)
-        if ended is not None:
-            return self._make_result(self.paths)
-        return super()._outcome()
+    def _read_result(self) -> Any:
+        return self._make_result(self.paths)
 
 
 class SweepHandle(SearchHandle[SweepResult]):
