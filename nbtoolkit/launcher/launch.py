@@ -214,6 +214,7 @@ class _Planned:
 
 
 def _plan(train: Train, config: Config, start: Start, host: Host) -> _Planned:
+    """Plan with what a calibration has measured; nothing is measured now."""
     hardware, speed = detect_hardware(), measured_speed(train, config, start)
     evidence = () if speed is None else (speed,)
     plan = make_plan(config, host, hardware, evidence, start=start)

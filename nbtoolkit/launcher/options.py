@@ -82,17 +82,13 @@ def takes_options(function: Callable[P, T]) -> Callable[P, T]:
 
 def _with_shared_options(signature: inspect.Signature) -> inspect.Signature:
     """Return the signature with the shared options in place of ``**options``."""
-    order = [field.name for field in fields(LaunchOptions)]
     own = [each for each in signature.parameters.values() if each.kind != Parameter.VAR_KEYWORD]
     shared = [
         Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
         for field in fields(LaunchOptions)
         if field.name in SharedOptions.__optional_keys__
     ]
-    only_here = [each for each in own if each.name not in order]
-    options = [each for each in (*own, *shared) if each.name in order]
-    options.sort(key=lambda each: order.index(each.name))
-    return signature.replace(parameters=[*only_here, *options])
+    return signature.replace(parameters=[*own, *shared])
 
 
 def _refuse_unknown(function: str, signature: inspect.Signature, given: Iterable[str]) -> None:

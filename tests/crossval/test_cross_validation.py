@@ -21,7 +21,7 @@ from sklearn.model_selection import KFold
 
 import nbtoolkit as nb
 from nbtoolkit.errors import CheckpointError, FoldError, LaunchError, MissingExtra, ResumeError
-from nbtoolkit.run.events import EventReader
+from nbtoolkit.run.events import Event, EventReader
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.tasks import digits
 
@@ -58,8 +58,10 @@ def only_run(config: nb.Config) -> Path:
 
 
 def test_a_function_that_reads_no_fold_is_warned_of_once(config: nb.Config) -> None:
-    cv = quiet(lambda config, ctx: {"loss": config.optim.lr}, config)
-    notes = [e.text for e in EventReader(cv.paths.events).read() if e.type == "note"]
+    heard: list[Event] = []
+    cv = quiet(lambda config, ctx: {"loss": config.optim.lr}, config, on_event=heard.append)
+    assert heard == list(EventReader(cv.paths.events).read())
+    notes = [e.text for e in heard if e.type == "note"]
     assert sum("without reading ctx.fold" in text for text in notes) == 1
     cv = quiet(lambda config, ctx: {"loss": config.optim.lr + ctx.fold.index}, config)
     events = EventReader(cv.paths.events).read()

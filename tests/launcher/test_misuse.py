@@ -104,11 +104,11 @@ def test_an_argument_that_launch_does_not_take(
 @pytest.mark.parametrize(
     ("call", "name", "message"),
     [
-        (nb.launch, "proceses", "Allowed: train, config, processes, start, where, name, resume, "),
+        (nb.launch, "proceses", "Allowed: train, config, processes, start, wait, where, name, "),
         (nb.launch, "proceses", "Do now:  pass processes$"),
         (nb.launch, "batch_size", r"set a setting in the config; .* functools.partial\(train, "),
         (nb.sweep, "start", "Allowed: train, config, space, n_trials, .*, display, on_event\n"),
-        (nb.cross_validate, "n_trials", "Allowed: train, config, folds, processes, where, "),
+        (nb.cross_validate, "n_trials", "Allowed: train, config, folds, processes, wait, where, "),
     ],
 )
 def test_an_option_that_does_not_exist_is_refused_with_those_that_do(

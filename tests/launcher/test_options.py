@@ -16,7 +16,7 @@ import pytest
 import nbtoolkit as nb
 from nbtoolkit.launcher.options import LaunchOptions, SharedOptions
 
-SHARED = ["where", "name", "resume", "wait", "detach", "display", "on_event"]
+SHARED = ["wait", "where", "name", "resume", "detach", "display", "on_event"]
 TAKES: dict[Callable[..., Any], list[str]] = {
     nb.launch: ["train", "config", "processes", "start", *SHARED],
     nb.cross_validate: ["train", "config", "folds", "processes", *SHARED],
