@@ -45,55 +45,6 @@ if TYPE_CHECKING:
     from nbtoolkit.environment.placement import MeasuredSpeed
 
 
-# --- submission ---
-# From the kernel to a supervisor: pack function and environment, hand them to the fork server.
-
-
-_OWNER = "nbtoolkit.launcher.supervisor_process:supervise"
-"""The main function of a run's supervisor."""
-
-
-def submit(
-    train: Callable[..., Any], request: RunRequest, run: ChosenRun, *, detach: bool
-) -> StartedRun:
-    """Start the run's supervisor.
-
-    Raises:
-        CannotPickle: the function captured something that cannot be pickled.
-        LaunchError: the fork server did not start.
-    """
-    from nbtoolkit.tracking.tracker import choose_tracking
-
-    line: Connection | None = None
-    try:
-        tracking = choose_tracking(request.job.config.to_dict()["tracking"])
-        server = fork_server(
-            tracking=tracking.on
-        )  # first: it imports torch while the function is packed
-        notes = (*request.notes, *(("warning", note) for note in tracking.notes))
-        request, environment = replace(request, notes=notes), kernel_environment()
-        packed = pickle.dumps(request)
-        with pack_function(train, environment) as payload, pack_content(packed) as content:
-            line = server.start(_OWNER, payload, content, run.lock)
-        if detach:
-            let_outlive(run.paths)
-        tracked = partial(track, run.paths.folder) if tracking.on else None
-        if tracked is not None:
-            tracked()
-    except BaseException as error:
-        if line is not None:
-            line.close()  # the run ends: a traceback that the notebook keeps would hold it open
-        if isinstance(
-            error, LaunchError
-        ):  # it did not start; an interrupt may have come when it had
-            roll_back(run)
-        raise
-    return StartedRun(line=line, tracked=tracked, detached=detach)
-
-
-# --- launch ---
-
-
 @overload
 def launch(
     train: Train,
@@ -239,6 +190,51 @@ def _claim(run: ChosenRun, train: Train, planned: _Planned, options: LaunchOptio
         notes=(*run.notes, *limit.notes),
         speed=planned.speed,
     )
+
+
+_OWNER = "nbtoolkit.launcher.supervisor_process:supervise"
+"""The main function of a run's supervisor."""
+
+
+def submit(
+    train: Callable[..., Any], request: RunRequest, run: ChosenRun, *, detach: bool
+) -> StartedRun:
+    """Start the run's supervisor.
+
+    Raises:
+        CannotPickle: the function captured something that cannot be pickled.
+        LaunchError: the fork server did not start.
+    """
+    from nbtoolkit.tracking.tracker import choose_tracking
+
+    line: Connection | None = None
+    try:
+        tracking = choose_tracking(request.job.config.to_dict()["tracking"])
+        server = fork_server(
+            tracking=tracking.on
+        )  # first: it imports torch while the function is packed
+        notes = (*request.notes, *(("warning", note) for note in tracking.notes))
+        request, environment = replace(request, notes=notes), kernel_environment()
+        packed = pickle.dumps(request)
+        with pack_function(train, environment) as payload, pack_content(packed) as content:
+            line = server.start(_OWNER, payload, content, run.lock)
+        if detach:
+            let_outlive(run.paths)
+        tracked = partial(track, run.paths.folder) if tracking.on else None
+        if tracked is not None:
+            tracked()
+    except BaseException as error:
+        if line is not None:
+            line.close()  # the run ends: a traceback that the notebook keeps would hold it open
+        if isinstance(
+            error, LaunchError
+        ):  # it did not start; an interrupt may have come when it had
+            roll_back(run)
+        raise
+    return StartedRun(line=line, tracked=tracked, detached=detach)
+
+
+# --- launches without the fork server ---
 
 
 def _train_here(

@@ -18,7 +18,6 @@ from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.launcher.run_result import result_of
 from nbtoolkit.run.attempts import run_config
 from nbtoolkit.run.events import Event, EventReader, NoteAdded, StopRequested, TrialChanged
-from nbtoolkit.run.failure import raise_failure
 from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.run.output import MAX_BYTES, Shape, charts, to_stdout
 from nbtoolkit.run.paths import RunPaths, Status, reading, write_json, write_whole
