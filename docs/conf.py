@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "extensions"), str(HERE.parent)]
@@ -61,7 +62,6 @@ nb_mime_priority_overrides = [("html", "text/html", 0)]
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
 autoclass_content = "class"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
@@ -80,10 +80,19 @@ def read_again(*_: object) -> list[str]:
     return [f"reference/{path.stem}" for path in (HERE / "reference").glob("*.rst")]
 
 
+def show_options(app: Sphinx) -> None:
+    """Show the options of a call in its signature; its overloads are for type checkers."""
+    for call in (nbtoolkit.launch, nbtoolkit.sweep, nbtoolkit.cross_validate):
+        source = ModuleAnalyzer.for_module(call.__module__)
+        source.analyze()
+        del source.overloads[call.__name__]
+
+
 def setup(app: Sphinx) -> None:
     """Connect what the options above cannot say."""
     app.connect("autodoc-process-signature", leave_out_arguments)
     app.connect("env-get-outdated", read_again)
+    app.connect("builder-inited", show_options)
 
 
 # --- look ---
