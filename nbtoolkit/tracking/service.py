@@ -110,7 +110,7 @@ class Service:
             time.sleep(POLL)
             self._poll()
             if any(RunPaths(Path(folder)).owned() for folder in self._followers):
-                until = time.monotonic() + GRACE
+                until = time.monotonic() + EXIT_GRACE
 
     def _receive(self, message: Message) -> None:
         if not isinstance(message, TrackRun):

@@ -22,7 +22,6 @@ from tracked_runs import Run, all_runs, client_of, follow, whole_run
 
 from nbtoolkit.errors import TrackingError
 from nbtoolkit.launcher.fork_servers import shutdown, track
-from nbtoolkit.launcher.run_handle import wait_for_tracking
 from nbtoolkit.run.events import (
     DevicesSampled,
     MetricsLogged,
