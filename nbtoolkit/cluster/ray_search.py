@@ -90,8 +90,7 @@ class RaySearch:
         for level, text in request.notes:
             self._record.note(text, level)
         write_packed(train, request.paths.folder / _FUNCTION_FILE)
-        # Ray may write its objects to a disk, and a task does not use the study.
-        self._shared = ray.put(replace(request, search=replace(request.search, storage=None)))
+        self._shared = ray.put(request)
         module, _, function = request.search.algorithm.partition(":")
         self._record.make_findable()
         try:

@@ -68,30 +68,20 @@ def open_dashboard(
 
     Raises:
         MissingExtra: optuna-dashboard is not installed.
-        DashboardError: the folder is not the folder of a sweep, the sweep still runs with a shared
-            study (``study.storage``), no browser can reach the port, or the dashboard does not
-            start.
+        DashboardError: the folder is not the folder of a sweep, no browser can reach the port, or
+            the dashboard does not start.
         LaunchError: there is no such run.
     """
     from nbtoolkit.search.sweep_result import STUDY_FILE
 
     host, folder = host or detect_host(), find_run(sweep).folder
     study = folder / STUDY_FILE
-    reason = "" if study.is_file() else _without_study(folder)
+    reason = "" if study.is_file() else f"{folder.name} has no study: it is no sweep"
     check_available("optuna-dashboard", ("optuna_dashboard", "optuna"), host, reason)
     home = str(Path(__file__).resolve().parents[2])
     code = f"import sys; sys.path.append({home!r}); import {__name__} as m; m.serve(*sys.argv[1:])"
     command = [sys.executable, "-c", code, str(study)]
     return _get_or_open(study, f"optuna-dashboard of {folder.name}", host, command, wait=wait)
-
-
-def _without_study(folder: Path) -> str:
-    if (folder / "sweep.yaml").is_file():
-        return (
-            f"the study of {folder.name} is on the server of study.storage until the sweep ends: "
-            "start optuna-dashboard with that URL"
-        )
-    return f"{folder.name} has no study: it is no sweep"
 
 
 def open_mlflow(

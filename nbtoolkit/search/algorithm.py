@@ -13,8 +13,6 @@ from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.run.paths import Kind
 
 if TYPE_CHECKING:
-    from sqlalchemy.engine import URL
-
     from nbtoolkit.config.schema import Config
     from nbtoolkit.environment.deadline import Note
     from nbtoolkit.environment.placement import MeasuredSpeed
@@ -49,8 +47,6 @@ class Search:
         folds: ``folds[job.fold]`` becomes ``ctx.fold``; None without folds.
         timeout: limit in seconds; None for the host's limit only.
         uses_reserve: whether it may use the reserve of the notebook's deadline.
-        storage: where the study is that several machines share, with its password; None: in the
-            search's folder.
     """
 
     kind: Kind
@@ -65,7 +61,6 @@ class Search:
     folds: Folds | None = None
     timeout: float | None = None
     uses_reserve: bool = False
-    storage: URL | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,11 @@ Imports Optuna; import this module inside functions only.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -19,15 +18,8 @@ from nbtoolkit.folds.folds import Folds
 from nbtoolkit.run.events import FoldChanged, IntermediateReported, TrialChanged
 from nbtoolkit.search.algorithm import EventWriter, RunningTrial, folder_of
 from nbtoolkit.study.samplers import OUT_OF_MEMORY, Violations, broken, learns_from, limits_of
-from nbtoolkit.study.shared_study import OWNER, REASON, REPEATS, history, open_shared, repeated
-from nbtoolkit.study.study import FILE, IMPORTED, SearchStudy, open_study
-from nbtoolkit.study.study_server import StudyServer
+from nbtoolkit.study.study import FILE, IMPORTED, open_study
 from nbtoolkit.study.sweep_config import SweepConfig
-
-if TYPE_CHECKING:
-    from sqlalchemy.engine import URL
-
-_REFRESH_SECONDS = 1.0
 
 
 class DurationEstimator:
@@ -135,10 +127,9 @@ class StudyRecorder:
         folds: the folds of each trial; None for none.
         folder: the sweep's folder.
         events: receives an event for each change.
-        storage: where the study is that several machines share; None: in the folder.
 
     Raises:
-        SweepError: the study belongs to another search, or its server does not answer.
+        SweepError: the study belongs to another search.
     """
 
     def __init__(
@@ -147,20 +138,12 @@ class StudyRecorder:
         folds: Folds | None,
         folder: Path,
         events: EventWriter,
-        storage: URL | None = None,
     ) -> None:
         self.sweep_config, self._events = sweep_config, events
         self.folds = None if folds is None else len(folds)
-        self._file, self._owner = folder / FILE, folder.name
         identity = _identity(sweep_config, folds)
         space = sweep_config.make_space()
-        self.study: SearchStudy
-        if storage is None:
-            self.study = open_study(self._file, sweep_config, space, identity)
-        else:
-            name, heartbeat = sweep_config.study.name, sweep_config.study.heartbeat
-            server = StudyServer(storage, name, heartbeat, events.note)
-            self.study = open_shared(server, sweep_config, space, identity, self._owner)
+        self.study = open_study(folder / FILE, sweep_config, space, identity)
         self._learns_from = learns_from(sweep_config)
         self.limits = limits_of(sweep_config)
         self.leaderboard = Leaderboard(sweep_config.directions)
@@ -172,21 +155,14 @@ class StudyRecorder:
         """Numbers of the trials that an earlier session left running."""
         self.last_failure = ""
         self.begun = 0
-        """Number of trials started, in all sessions and on all machines."""
+        """Number of trials started, in all sessions."""
         self.added = self.study.added
         """Number of trials that handles have added."""
-        self.elsewhere = self.to_repeat = 0
-        """Number of trials that run on other machines; of those that wait to repeat a dead one."""
         self._asked: list[tuple[int, dict[str, Any]]] = []
         self._violations = Violations(self.limits)
-        self._ended: set[int] = set()
-        self._foreign: set[int] = set()  # trials of other machines that have ended
-        self._read_at = float("-inf")
         for trial in self.study.trials():
-            if self.study.owns(trial):
-                self._replay(trial)
+            self._replay(trial)
         self._replay_repeats()
-        self.refresh()
 
     @property
     def needed(self) -> list[str]:
@@ -202,59 +178,29 @@ class StudyRecorder:
     @property
     def learns(self) -> bool:
         """True if the next trial's parameters depend on the results of others."""
-        begun = self.begun + self.asked + self.study.imported
-        return self.study.shared or begun >= self._learns_from
-
-    def refresh(self) -> None:
-        """Read what other machines have done, at most once a second, and record it."""
-        if not self.study.shared or time.monotonic() - self._read_at < _REFRESH_SECONDS:
-            return
-        self._read_at = time.monotonic()
-        self.study.take_over()
-        trials = self.study.trials()
-        others = [trial for trial in trials if not self.study.owns(trial)]
-        self.to_repeat = sum(t.state == TrialState.WAITING and bool(history(t)) for t in others)
-        self.elsewhere = sum(trial.state == TrialState.RUNNING for trial in others)
-        known = self._ended | repeated(trials)
-        for trial in others:
-            if trial.state.is_finished() and trial.number not in known:
-                self._foreign.add(trial.number)
-                best = self._replay(trial)
-                self._events.write(_ended(trial, self.sweep_config, self._owner, best=best))
-        self.begun, self.added = self.study.started(trials), self.study.added
+        return self.begun + self.asked + self.study.imported >= self._learns_from
 
     def ask_ahead(self) -> None:
         """Ask for the next trial; if this session dies, the next one runs it."""
-        if (asked := self.study.ask()) is not None:
-            self._asked.append(asked)
+        self._asked.append(self.study.ask())
 
-    def begin(self, total: int | None = None) -> RunningTrial | None:
-        """Start a new trial; None if other machines have started the last ones of ``total``."""
-        asked = self._asked.pop(0) if self._asked else self.study.ask(total)
-        if asked is None:
-            self._read_at = float("-inf")
-            return None
+    def begin(self) -> RunningTrial:
+        """Start a new trial."""
+        number, params = self._asked.pop(0) if self._asked else self.study.ask()
         self.begun += 1
-        number, params = asked
-        notes = self.study.user_attrs(number) if self.study.shared else {}
-        if REPEATS in notes:
-            dead = f"trial {notes[REPEATS]}, whose machine gave no more signs"
-            self._events.note(f"trial {number} repeats {dead}")
-        return self._running(RunningTrial(number, params, self.folds, self._scores(notes)))
+        return self._running(RunningTrial(number, params, self.folds))
 
     def resume(self) -> RunningTrial:
         """Resume the oldest interrupted trial."""
         number, params = self.study.resume(self.interrupted.pop(0))
         notes = self.study.user_attrs(number)
-        trial = RunningTrial(number, params, self.folds, self._scores(notes))
+        finished = (i for i in range(self.folds or 0) if f"fold-{i}" in notes)
+        scores = {i: notes[f"fold-{i}"] for i in finished}
+        trial = RunningTrial(number, params, self.folds, scores)
         trial.seconds = float(notes.get("seconds_before", 0.0))
         self.study.set_user_attr(number, "sessions", int(notes.get("sessions", 1)) + 1)
         self._events.note(f"trial {number} was interrupted and resumes")
         return self._running(trial)
-
-    def _scores(self, notes: Mapping[str, Any]) -> dict[int, dict[str, float]]:
-        """Return the metrics of the folds that were finished before."""
-        return {i: notes[f"fold-{i}"] for i in range(self.folds or 0) if f"fold-{i}" in notes}
 
     def intermediate(
         self, trial: RunningTrial, value: float, step: int | None, *, first: int = 0
@@ -300,9 +246,6 @@ class StudyRecorder:
         self._violations.add(trial.number, reason, excess)
         notes = {"seconds": trial.seconds, **({"reason": reason} if reason else {})}
         self.study.tell(trial.number, TrialState.COMPLETE, values, notes)
-        if trial.number in self.study.lost:
-            self._lost(trial)
-            return
         best = reason is None and self.leaderboard.add(trial.number, values)
         self._end(trial, "infeasible" if reason else "complete", reason, values, best=best)
 
@@ -312,9 +255,6 @@ class StudyRecorder:
             self.study.constrain(trial.number, {OUT_OF_MEMORY: 1.0})
         notes = {"seconds": trial.seconds, "reason": reason}
         self.study.tell(trial.number, _STATES[state], (), notes)
-        if trial.number in self.study.lost:
-            self._lost(trial)
-            return
         if state == "failed":
             self.last_failure = f"trial {trial.number}, {reason}"
         self._end(trial, state, reason)
@@ -356,7 +296,7 @@ class StudyRecorder:
             "best": best,
             "best_value": None if best is None else self.leaderboard.value(best),
             "best_params": None if best is None else self.params[best],
-            "best_folder": None if best is None or best in self._foreign else folder_of(best),
+            "best_folder": None if best is None else folder_of(best),
             "front": self.leaderboard.front() if several else None,
             "infeasible": "" if self.leaderboard.values else self._violations.text(),
             "repeats": repeats,
@@ -366,16 +306,6 @@ class StudyRecorder:
         """Add trials to the total."""
         self.study.add(count)
         self.added = self.study.added
-
-    def close(self) -> None:
-        """Leave the study; the folder of a shared one gets a copy."""
-        self.study.close(self._file)
-
-    def _lost(self, trial: RunningTrial) -> None:
-        """Record that another machine has taken over a trial: it is no failure of this sweep."""
-        reason = "this machine gave no sign of life, and another one repeats the trial"
-        self._events.note(f"trial {trial.number}: {reason}; its result here is dropped", "warning")
-        self._event(trial.number, "failed", reason=reason, seconds=trial.seconds)
 
     def _running(self, trial: RunningTrial) -> RunningTrial:
         self.params[trial.number] = trial.params
@@ -391,7 +321,6 @@ class StudyRecorder:
         *,
         best: bool = False,
     ) -> None:
-        self._ended.add(trial.number)
         self.counts[state] += 1
         about = {"reason": reason, "seconds": trial.seconds, "best": best}
         self._event(trial.number, state, values=values, **about)
@@ -412,28 +341,26 @@ class StudyRecorder:
 
     # --- earlier sessions ---
 
-    def _replay(self, trial: FrozenTrial) -> bool:
-        """Note a trial that was started before; return whether it is the best one so far."""
+    def _replay(self, trial: FrozenTrial) -> None:
+        """Note a trial that an earlier session has started."""
         if trial.state == TrialState.WAITING:
-            return False  # one of first_trials, not started
+            return  # one of first_trials, not started
         self.begun += 1
         if trial.state == TrialState.RUNNING:
             self.interrupted.append(trial.number)
-            self.study.keep(trial.number)
-            return False
-        self._ended.add(trial.number)
+            return
         params = self.sweep_config.make_space().decode(trial.params)
         self.params[trial.number] = params
         reason = trial.user_attrs.get("reason")
         self.counts[_state(trial)] += 1
         if trial.state == TrialState.COMPLETE:
             seconds = float(trial.user_attrs.get("seconds", 0.0))
-            if self.study.owns(trial):  # another machine may be faster
-                self.costs.note(params, seconds / (self.folds or 1))
+            self.costs.note(params, seconds / (self.folds or 1))
             if reason is None:
-                return self.leaderboard.add(trial.number, trial.values)
-            self._violations.add(trial.number, reason, trial.user_attrs.get("constraints", {}))
-        return False
+                self.leaderboard.add(trial.number, trial.values)
+            else:
+                excess = trial.user_attrs.get("constraints", {})
+                self._violations.add(trial.number, reason, excess)
 
     def _replay_repeats(self) -> None:
         for key, value in self.study.optuna.user_attrs.items():
@@ -450,28 +377,20 @@ def _state(trial: FrozenTrial) -> str:
     return states.get(trial.state, "failed")
 
 
-def trials_in(study: optuna.Study, sweep_config: SweepConfig, owner: str) -> list[TrialChanged]:
+def trials_in(study: optuna.Study, sweep_config: SweepConfig) -> list[TrialChanged]:
     """Return the events of the trials that have ended, from the study.
 
     Args:
         study: the sweep's study.
         sweep_config: the sweep's settings.
-        owner: the sweep's run id.
     """
     imported = int(study.user_attrs.get(IMPORTED, 0))
     trials = study.get_trials(deepcopy=False)[imported:]
-    replaced = repeated(trials)
-    return [
-        _ended(trial, sweep_config, owner)
-        for trial in trials
-        if trial.state.is_finished() and trial.number not in replaced
-    ]
+    return [_ended(trial, sweep_config) for trial in trials if trial.state.is_finished()]
 
 
-def _ended(
-    trial: FrozenTrial, sweep_config: SweepConfig, owner: str, *, best: bool = False
-) -> TrialChanged:
-    """Return the event of a trial that has ended; another machine's has no folder here."""
+def _ended(trial: FrozenTrial, sweep_config: SweepConfig) -> TrialChanged:
+    """Return the event of a trial that has ended."""
     complete, attrs = trial.state == TrialState.COMPLETE, trial.user_attrs
     return TrialChanged(
         t=trial.datetime_complete.timestamp() if trial.datetime_complete else 0.0,
@@ -481,9 +400,8 @@ def _ended(
         value=trial.value if complete and len(sweep_config.metrics) == 1 else None,
         values=trial.values if complete else [],
         seconds=attrs.get("seconds"),
-        reason=attrs.get(REASON),
-        folder=folder_of(trial.number) if attrs.get(OWNER, owner) == owner else None,
-        best=best,
+        reason=attrs.get("reason"),
+        folder=folder_of(trial.number),
     )
 
 

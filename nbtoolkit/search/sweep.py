@@ -13,7 +13,7 @@ from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
-from nbtoolkit.errors import ConfigError, FoldError, MissingExtra, SpaceError
+from nbtoolkit.errors import ConfigError, FoldError, MissingExtra
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.folds.make_folds import make_folds
 from nbtoolkit.launcher.options import (
@@ -30,7 +30,6 @@ from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
 from nbtoolkit.search.algorithm import Search
 from nbtoolkit.search.submit import WantedSearch, complete, start_or_submit, unfinished
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, TableLines, read_sweep_config
-from nbtoolkit.study.study_server import check_server, split_storage
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.tasks.find import find_data
@@ -173,9 +172,6 @@ def sweep(
         if (done := complete(config.runtime.output_dir, wanted)) is not None:
             shown = _show_again(done, screen, options.on_event)
             return shown.result() if wait else shown
-    if search.storage is not None:
-        _check_shared(search, sweep_config, options.where)
-    sweep_config = search.sweep_config or sweep_config
     label = options.name or sweep_config.study.name
     now = time.time()
     started = start_or_submit(train, config, search, options, name=label, again=again)
@@ -228,11 +224,7 @@ def sweep_to_resume(
 
 def _search(sweep_config: SweepConfig, folds: Folds | None) -> Search:
     split = None if folds is None else {"count": len(folds), "hash": folds.hash}
-    sweep_config, storage = split_storage(sweep_config)
     whole = sweep_config.to_dict()
-    del whole["study"]["heartbeat"]
-    if storage is None:  # the identity of a study in a folder is that of earlier versions
-        del whole["study"]["storage"]
     n_trials = sweep_config.budget.n_trials
     return Search(
         kind="sweep",
@@ -245,29 +237,7 @@ def _search(sweep_config: SweepConfig, folds: Folds | None) -> Search:
         total=n_trials,
         folds=folds,
         timeout=sweep_config.budget.timeout,
-        storage=storage,
     )
-
-
-def _check_shared(search: Search, given: SweepConfig, where: Where) -> None:
-    """Check that the server of a shared study can be used, before anything starts.
-
-    Raises:
-        SpaceError: the call would be written into the run's folder, with a password.
-        MissingExtra: PostgreSQL's driver is not installed.
-        SweepError: the server does not answer.
-    """
-    assert search.storage is not None
-    named = str(given.study.storage).startswith("$")
-    if where == "local":
-        check_server(search.storage)
-    elif search.storage.password is not None and not named:
-        raise SpaceError(
-            f'study.storage has a password, and where="{where}" writes the call into the run\'s '
-            "folder",
-            allowed="a URL without one, or $NAME: the URL is in this variable of the job",
-            do="set study.storage: $NAME, or keep the password in ~/.pgpass",
-        )
 
 
 def _keep(paths: RunPaths, sweep_config: SweepConfig, folds: Folds | None) -> None:

@@ -45,7 +45,7 @@ def make_algorithm(request: SearchRequest, record: EventWriter) -> SweepAlgorith
     search = request.search
     assert search.sweep_config is not None
     folder = request.paths.folder
-    recorder = StudyRecorder(search.sweep_config, search.folds, folder, record, search.storage)
+    recorder = StudyRecorder(search.sweep_config, search.folds, folder, record)
     memory, seed = MemoryLimits(folder), request.config.seed
     return SweepAlgorithm(recorder, record, seed=seed, memory=memory, imposed=request.imposed)
 
@@ -98,7 +98,6 @@ class SweepAlgorithm:
         """True if no job runs and none will start."""
         if self._jobs:
             return False
-        self._recorder.refresh()
         if self._stopped or self._time.over:
             return True
         if self._time.up:
@@ -113,9 +112,8 @@ class SweepAlgorithm:
     @property
     def _trials_left(self) -> bool:
         recorder = self._recorder
-        own = self._live or recorder.interrupted or recorder.asked
-        # A trial elsewhere is repeated here if its machine dies.
-        return bool(own or recorder.elsewhere or self._more_to_start)
+        begun = self._live or recorder.interrupted or recorder.asked
+        return bool(begun or self._more_to_start)
 
     @property
     def _owed(self) -> bool:
@@ -148,7 +146,6 @@ class SweepAlgorithm:
             return None
         if self._paused or self._stopped or self._time.over:
             return None
-        self._recorder.refresh()
         trial = self._trial_in_time(left) or self._reevaluation_in_time(left)
         if trial is None:
             return None
@@ -185,12 +182,7 @@ class SweepAlgorithm:
             more = self._more_to_start or self._recorder.asked
             if not more or not self._time.suffices_for_new(left):
                 return None
-            new = self._recorder.begin(self._total)
-            if new is None:
-                return None
-            if new.over:
-                self._settle(self._enter(new))  # all its folds were done when its machine died
-                continue
+            new = self._recorder.begin()
             reason = self._memory.why_not(new.params)
             if reason is None:
                 return self._enter(new)
@@ -215,7 +207,7 @@ class SweepAlgorithm:
 
     @property
     def _total(self) -> int | None:
-        """The number of trials over all sessions and machines; None: as many as time allows."""
+        """The number of trials over all sessions; None: as many as time allows."""
         n_trials = self._sweep_config.budget.n_trials
         total = None if n_trials is None else n_trials + self._recorder.added
         if self._points is not None:
@@ -225,11 +217,7 @@ class SweepAlgorithm:
     @property
     def _more_to_start(self) -> bool:
         total = self._total
-        return (
-            total is None
-            or self._recorder.to_repeat > 0
-            or self._recorder.begun + self._recorder.asked < total
-        )
+        return total is None or self._recorder.begun + self._recorder.asked < total
 
     def _too_many_failed(self) -> bool:
         """Return True if no more trials may start; raise the error once no job runs."""
@@ -461,7 +449,6 @@ class SweepAlgorithm:
         for trial in self._live.values():
             if trial.seed is None:
                 self._recorder.wait(trial, f"the sweep ended as {status}")
-        self._recorder.close()
         summary = self._recorder.summary()
         without_values = self._recorder.begun and not self._recorder.leaderboard.values
         if summary["infeasible"]:

@@ -152,7 +152,7 @@ class SweepResult:
             return events
         from nbtoolkit.search.study_recorder import trials_in
 
-        ended = trials_in(self.study, self.sweep_config, self.paths.run_id)
+        ended = trials_in(self.study, self.sweep_config)
         lost = [trial for trial in ended if trial.number not in recorded]
         return [*events, *(replace(one, best=one.number == self.best_trial) for one in lost)]
 

@@ -36,14 +36,9 @@ _IDENTITY, _PREPARED, IMPORTED, _ADDED = "identity", "prepared", "imported", "ad
 class SearchStudy:
     """An open study. Made by :func:`open_study`."""
 
-    shared = False
-    """True if other machines use it, too."""
-
     def __init__(
         self, study: optuna.Study, storage: BaseStorage, sweep_config: SweepConfig, space: Space
     ) -> None:
-        self.lost: set[int] = set()
-        """Trials of this machine that another one has taken over."""
         self.optuna = study
         self._storage = storage
         self._sweep_config = sweep_config
@@ -64,33 +59,12 @@ class SearchStudy:
         """Add trials."""
         self.optuna.set_user_attr(_ADDED, self.added + count)
 
-    def owns(self, trial: FrozenTrial) -> bool:
-        """Whether a trial's folder is in this sweep."""
-        return True
-
-    def started(self, trials: Sequence[FrozenTrial]) -> int:
-        """Return the number of trials that have started."""
-        return sum(trial.state != TrialState.WAITING for trial in trials)
-
-    def take_over(self) -> None:
-        """Have the trials of dead machines repeated; only a shared study has any."""
-
-    def keep(self, number: int) -> None:
-        """Keep other machines from taking over a trial that was interrupted, and resumes later."""
-
-    def close(self, file: Path) -> None:
-        """Leave the study, at the end of a session; ``file`` is its journal in the folder."""
-
     def trials(self) -> list[FrozenTrial]:
         """This sweep's own trials by number, with those that wait. They must not be changed."""
         return self.optuna.get_trials(deepcopy=False)[self.imported :]
 
-    def ask(self, total: int | None = None) -> tuple[int, Params] | None:
-        """Begin a trial; returns its number, and its parameters as the study holds them.
-
-        Args:
-            total: the number of trials of a shared study; None is returned if all have begun.
-        """
+    def ask(self) -> tuple[int, Params]:
+        """Begin a trial; returns its number, and its parameters as the study holds them."""
         trials = self.optuna.get_trials(deepcopy=False)
         waiting = (trial.number for trial in trials if trial.state == TrialState.WAITING)
         self._set_sampler(next(waiting, len(trials)))
@@ -156,12 +130,8 @@ class SearchStudy:
 
     def _set_sampler(self, number: int) -> None:
         """Give the trial that begins next a sampler of its own."""
-        offset = self._offset(number)
+        offset = self._not_drawn
         self.optuna.sampler = make_sampler(self._sweep_config, self._space, number, offset)
-
-    def _offset(self, number: int) -> int:
-        """Return how many trials before this one were not drawn."""
-        return self._not_drawn
 
     def _id_of(self, number: int) -> int:
         study_id = self._storage.get_study_id_from_name(self.optuna.study_name)
@@ -198,17 +168,17 @@ def open_study(
     with reading(file):
         storage = open_journal(file)
         optuna.get_all_study_names(storage)
-    prepare_study(storage, sweep_config, space, identity, f"in {file}")
+    _prepare(storage, sweep_config, space, identity, file)
     study = optuna.load_study(study_name=name, storage=storage, pruner=make_pruner(sweep_config))
     return SearchStudy(study, storage, sweep_config, space)
 
 
-def prepare_study(
+def _prepare(
     storage: BaseStorage,
     sweep_config: SweepConfig,
     space: Space,
     identity: Mapping[str, object],
-    place: str,
+    file: Path,
 ) -> None:
     """Create a study in a storage, or check that the one there is of the same search.
 
@@ -219,7 +189,7 @@ def prepare_study(
     if name in optuna.get_all_study_names(storage):
         attrs = storage.get_study_user_attrs(storage.get_study_id_from_name(name))
         if attrs.get(_PREPARED):
-            _refuse_another(attrs.get(_IDENTITY, {}), identity, place)
+            _refuse_another(attrs.get(_IDENTITY, {}), identity, file)
             return
         optuna.delete_study(study_name=name, storage=storage)  # cut off before its first trial
     _create(storage, sweep_config, space, identity)
@@ -246,7 +216,7 @@ def _create(
 
 
 def _refuse_another(
-    stored: Mapping[str, object], identity: Mapping[str, object], place: str
+    stored: Mapping[str, object], identity: Mapping[str, object], file: Path
 ) -> None:
     lines = [
         f"\n    {name}: was {stored.get(name)!r}, is {identity.get(name)!r}"
@@ -255,7 +225,7 @@ def _refuse_another(
     ]
     if lines:
         raise SweepError(
-            f"the study {place} was made for another search:{''.join(lines)}",
+            f"the study in {file} was made for another search:{''.join(lines)}",
             allowed="the same space, objective and folds (budget and placement may change)",
             do='restore them, or start again with resume="never"',
         )

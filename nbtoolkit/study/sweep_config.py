@@ -95,13 +95,6 @@ class StudyConfig(Section):
     """More keyword arguments of Optuna's pruner."""
     seed: Seed = 0
     """The seed of the sampler. Each trial uses this seed together with its own number."""
-    storage: Text | None = None
-    """The URL of a PostgreSQL database that stores the study, or `$NAME` if the environment
-    variable `NAME` contains the URL. Sweeps with the same `study.name` on several machines then
-    share the trials. null: the study is stored in the sweep's folder."""
-    heartbeat: Seconds = 60.0
-    """With `storage`: the time between two messages in which a machine says that its trials are
-    alive. If a machine sends none for twice this time, other machines repeat its trials."""
 
 
 class Budget(Section):
@@ -385,9 +378,6 @@ def _metric_conflicts(sweep_config: SweepConfig) -> Iterator[_Conflict]:
     if count > 1 and sweep_config.reevaluate_top.k:
         what = "there is no order of leaders with several metrics"
         yield _Conflict("reevaluate_top.k", what, "0", "remove reevaluate_top")
-    if sweep_config.study.storage and sweep_config.reevaluate_top.k:
-        what = "no machine knows alone which trials of a shared study are its leaders"
-        yield _Conflict("reevaluate_top.k", what, "0 with study.storage", "remove reevaluate_top")
 
 
 def _pruner_conflicts(sweep_config: SweepConfig) -> Iterator[_Conflict]:

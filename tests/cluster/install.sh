@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The tools that read and run the scripts of `nbtoolkit recipe`, where this machine can install them:
 #
-#   install.sh [PACKAGE ...]    default: shellcheck slurm-wlm munge postgresql
+#   install.sh [PACKAGE ...]    default: shellcheck slurm-wlm munge
 set -e
 packages=("$@")
-[ "$#" -gt 0 ] || packages=(shellcheck slurm-wlm munge postgresql)
+[ "$#" -gt 0 ] || packages=(shellcheck slurm-wlm munge)
 if dpkg --status "${packages[@]}" > /dev/null 2>&1; then
   exit 0
 fi

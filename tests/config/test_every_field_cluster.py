@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
-import postgresql
 import pytest
 from every_field import proves
 from login_node import login_node  # noqa: F401
-from shared_sweep import source
-from shared_worker import machine
 
 from nbtoolkit.cluster.ray_jobs import RAY
 from nbtoolkit.cluster.recipes import Shape, recipe
@@ -91,27 +87,3 @@ def test_ray_is_looked_for_at_the_address() -> None:
     config = load_config(overrides={"cluster.address": "127.0.0.1:1", "cluster.devices": 1})
     with pytest.raises(LaunchError, match=r"there is no Ray cluster at 127\.0\.0\.1:1"):
         RAY.check(config, search=False)
-
-
-@proves("sweep: study.storage", "sweep: study.heartbeat")
-@pytest.mark.cluster
-def test_machines_share_a_study_and_repeat_what_a_silent_one_has_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if lacking := postgresql.missing():
-        pytest.skip(f"NOT TESTED: {lacking}")
-    with postgresql.running() as server:
-        monkeypatch.setenv("STUDY_URL", server.url())
-        keys = []
-        for name, heartbeat in (("short", 1), ("long", 300)):
-            silent, _ = machine(tmp_path / f"{name}1", source(1, name=name, heartbeat=heartbeat))
-            assert silent.next(None) is not None
-            silent.close("stopped")
-            made, _ = machine(tmp_path / f"{name}2", source(1, name=name, heartbeat=heartbeat))
-            job, limit = None, time.monotonic() + 6
-            while job is None and time.monotonic() < limit:
-                time.sleep(0.2)
-                job = made.next(None)
-            keys.append(None if job is None else job.key)
-            made.close("stopped")
-    assert keys == ["trials/0001", None]

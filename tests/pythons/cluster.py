@@ -1,4 +1,4 @@
-"""Run tests/cluster with Ray, DeepSpeed and PostgreSQL's driver: ``make test-cluster``.
+"""Run tests/cluster with Ray and DeepSpeed: ``make test-cluster``.
 
     python -m tests.pythons.cluster [PYTEST ARGUMENTS]
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kernels import script
@@ -15,6 +16,7 @@ from tracked_runs import Run, follow
 
 import nbtoolkit as nb
 from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri, with_password
+from nbtoolkit.errors import ConfigError
 from nbtoolkit.tracking.database import open_database
 
 # MLflow 3.17 uses a loader that SQLAlchemy 2.1 means to drop; nothing we could do about it.
@@ -182,3 +184,12 @@ def test_credentials_that_a_cell_sets_reach_the_server_from_the_next_run_on(
         for file in (tmp_path / "outputs").rglob("*")
         if file.is_file() and b"s3cret" in file.read_bytes()
     ]
+
+
+@pytest.mark.parametrize("form", [dict, list])
+def test_a_tracking_uri_with_a_password_is_refused(form: type) -> None:
+    uri = "https://lab:hunter2@tracking.example"
+    overrides: Any = {"tracking.uri": uri} if form is dict else [f"tracking.uri={uri}"]
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as caught:
+        nb.load_config(overrides=overrides)
+    assert "hunter2" not in str(caught.value)
