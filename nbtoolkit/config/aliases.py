@@ -34,7 +34,6 @@ RENAMED = {
     "budget.keep_back": "budget.reserve_for_refit",
     "optim.floor": "optim.min_lr_ratio",
     "optim.warmup": "optim.warmup_ratio",
-    "repeat_top": "reevaluate_top",
     "runtime.reserve": "runtime.shutdown_margin",
     "study.value": "study.trial_value",
     "tracking.samples": "tracking.record_samples",

@@ -212,8 +212,6 @@ class RunningTrial:
         params: parameters, constants included.
         folds: number of folds; None for one job without a fold.
         scores: metrics of the folds that an earlier session finished, by fold.
-        key: folder of the trial.
-        seed: replaces the configuration's seed in a re-evaluation.
     """
 
     def __init__(
@@ -222,12 +220,9 @@ class RunningTrial:
         params: Mapping[str, Any],
         folds: int | None,
         scores: Mapping[int, Mapping[str, float]] | None = None,
-        *,
-        key: str | None = None,
-        seed: int | None = None,
     ) -> None:
-        self.number, self.params, self.folds, self.seed = number, dict(params), folds, seed
-        self.key = key or folder_of(number)
+        self.number, self.params, self.folds = number, dict(params), folds
+        self.key = folder_of(number)
         self.scores = {index: dict(metrics) for index, metrics in (scores or {}).items()}
         """Metrics of the finished folds, by fold."""
         todo: list[int | None] = [None] if folds is None else [*range(folds)]
@@ -249,10 +244,9 @@ class RunningTrial:
     def next_job(self, timeout: float | None, judged: bool) -> SearchJob:
         """Return the next waiting job."""
         fold = self.waiting.pop(0)
-        seed = {} if self.seed is None else {"seed": self.seed}
         job = SearchJob(
             key=self.key if fold is None else f"{self.key}/fold-{fold}",
-            overrides={**self.params, **seed},
+            overrides=self.params,
             params=self.params,
             fold=fold,
             timeout=timeout,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import optuna
@@ -67,8 +67,6 @@ class Leaderboard:
     def __init__(self, directions: Sequence[str]) -> None:
         self._signs = [-1.0 if one == "maximize" else 1.0 for one in directions]
         self.values: dict[int, tuple[float, ...]] = {}
-        self.repeats: dict[tuple[int, int], float] = {}
-        """Values of re-evaluations: (trial, seed) -> value."""
 
     def add(self, number: int, values: Sequence[float]) -> bool:
         """Add a trial; return True if it is better than all earlier ones."""
@@ -77,21 +75,9 @@ class Leaderboard:
         self.values[number] = tuple(values)
         return not beaten
 
-    def value(self, number: int) -> float:
-        """Return a trial's first value, averaged with its re-evaluations."""
-        repeats = [value for (trial, _), value in self.repeats.items() if trial == number]
-        return fmean([self.values[number][0], *repeats])
-
-    def leaders(self, k: int) -> list[int]:
-        """Return the numbers of the ``k`` best trials, best first; ties go to the older trial."""
-        return sorted(self.values, key=lambda n: (self._ranked(self.values[n]), n))[:k]
-
     def best(self) -> int | None:
-        """Return the best trial, of the re-evaluated ones if there are any; None for no trial."""
-        repeated = {number for number, _ in self.repeats}
-        among = [n for n in self.values if n in repeated] or list(self.values)
-        rank = {n: (self._signs[0] * self.value(n), n) for n in among}
-        return min(among, key=rank.__getitem__, default=None)
+        """Return the best trial, the oldest of equal ones; None if there is no trial."""
+        return min(self.values, key=lambda n: (self._ranked(self.values[n]), n), default=None)
 
     def front(self) -> list[int]:
         """Return the numbers of the Pareto-optimal trials, in ascending order."""
@@ -162,7 +148,6 @@ class StudyRecorder:
         self._violations = Violations(self.limits)
         for trial in self.study.trials():
             self._replay(trial)
-        self._replay_repeats()
 
     @property
     def needed(self) -> list[str]:
@@ -264,42 +249,20 @@ class StudyRecorder:
         self.study.set_user_attr(trial.number, "seconds_before", trial.seconds)
         self._event(trial.number, "waiting", reason=reason, seconds=trial.seconds)
 
-    def repeated(self, number: int, seed: int, value: float) -> None:
-        """Record the value of a re-evaluation."""
-        self.study.optuna.set_user_attr(f"repeat:{number}:{seed}", value)
-        self.leaderboard.repeats[number, seed] = value
-        self._events.note(f"trial {number} re-evaluated with seed {seed}: {value:.6g}")
-
-    def not_repeated(self, number: int, seed: int, reason: str) -> None:
-        """Record a failed re-evaluation."""
-        self._events.note(
-            f"trial {number}, re-evaluated with seed {seed}, failed: {reason}", "warning"
-        )
-
-    def name_winner(self) -> None:
-        """Write the best trial's event again, with the mean of its re-evaluations."""
-        best = self.leaderboard.best()
-        if best is not None:
-            self._event(best, "complete", values=[self.leaderboard.value(best)], best=True)
-
     def summary(self) -> dict[str, Any]:
         """Return the state of the sweep, for the last event."""
         several = len(self.sweep_config.metrics) > 1
         best = None if several else self.leaderboard.best()
-        repeats: dict[str, dict[str, float]] = {}
-        for (number, seed), value in sorted(self.leaderboard.repeats.items()):
-            repeats.setdefault(str(number), {})[str(seed)] = value
         return {
             "metrics": list(self.sweep_config.metrics),
             "directions": list(self.sweep_config.directions),
             "counts": dict(self.counts),
             "best": best,
-            "best_value": None if best is None else self.leaderboard.value(best),
+            "best_value": None if best is None else self.leaderboard.values[best][0],
             "best_params": None if best is None else self.params[best],
             "best_folder": None if best is None else folder_of(best),
             "front": self.leaderboard.front() if several else None,
             "infeasible": "" if self.leaderboard.values else self._violations.text(),
-            "repeats": repeats,
         }
 
     def add(self, count: int) -> None:
@@ -361,12 +324,6 @@ class StudyRecorder:
             else:
                 excess = trial.user_attrs.get("constraints", {})
                 self._violations.add(trial.number, reason, excess)
-
-    def _replay_repeats(self) -> None:
-        for key, value in self.study.optuna.user_attrs.items():
-            if key.startswith("repeat:"):
-                _, number, seed = key.split(":")
-                self.leaderboard.repeats[int(number), int(seed)] = value
 
 
 def _state(trial: FrozenTrial) -> str:

@@ -12,7 +12,7 @@ from nbtoolkit.errors import MissingExtra, SweepError
 from nbtoolkit.run.events import RETURNED
 from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.search.algorithm import JobResult, RunningTrial, SearchJob
-from nbtoolkit.search.trial_limits import MemoryLimits, TimeBudget, TopKReevaluation
+from nbtoolkit.search.trial_limits import MemoryLimits, TimeBudget
 from nbtoolkit.study.table import STOPPED_BY_HAND
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ def make_algorithm(request: SearchRequest, record: EventWriter) -> SweepAlgorith
     assert search.sweep_config is not None
     folder = request.paths.folder
     recorder = StudyRecorder(search.sweep_config, search.folds, folder, record)
-    memory, seed = MemoryLimits(folder), request.config.seed
-    return SweepAlgorithm(recorder, record, seed=seed, memory=memory, imposed=request.imposed)
+    return SweepAlgorithm(recorder, record, memory=MemoryLimits(folder), imposed=request.imposed)
 
 
 class SweepAlgorithm:
@@ -56,7 +55,6 @@ class SweepAlgorithm:
     Args:
         recorder: the open study.
         events: receives notes.
-        seed: the configuration's seed; re-evaluations use the following ones.
         memory: learns which trials would run out of memory.
         imposed: the deadline is the end of the host's session, not the user's own limit.
     """
@@ -65,7 +63,6 @@ class SweepAlgorithm:
         self,
         recorder: StudyRecorder,
         events: EventWriter,
-        seed: int,
         *,
         memory: MemoryLimits,
         imposed: bool = False,
@@ -78,13 +75,9 @@ class SweepAlgorithm:
         """The trial of each running job."""
         self._live: dict[str, RunningTrial] = {}
         """Trials with jobs that run or wait, by folder."""
-        self._reevaluation = TopKReevaluation(recorder, seed)
         grid = self._sweep_config.study.sampler == "grid"
         self._points = len(self._sweep_config.make_space().grid()) if grid else None
-        # With a fixed number of trials, the next session runs the missing ones first.
-        self._time = TimeBudget(
-            recorder, events, lambda: 0 if self._owed else self._reevaluation.to_come
-        )
+        self._time = TimeBudget(recorder, events)
         self._memory = memory
         self._paused = self._stopped = False
         self._failed_before = recorder.counts["failed"]
@@ -98,11 +91,7 @@ class SweepAlgorithm:
         """True if no job runs and none will start."""
         if self._jobs:
             return False
-        if self._stopped or self._time.over:
-            return True
-        if self._time.up:
-            return self._owed or not self._reevaluation.more
-        return not self._trials_left and not self._reevaluation.more
+        return self._stopped or self._time.up or not self._trials_left
 
     @property
     def cut_short(self) -> bool:
@@ -144,35 +133,24 @@ class SweepAlgorithm:
         """
         if self._too_many_failed():
             return None
-        if self._paused or self._stopped or self._time.over:
+        if self._paused or self._stopped or self._time.up:
             return None
-        trial = self._trial_in_time(left) or self._reevaluation_in_time(left)
-        if trial is None:
+        trial = self._trial(left)
+        if trial is None or not self._time.suffices(trial.params, left):
             return None
-        judged = trial.seed is None and (
-            self._sweep_config.pruner != "none" or trial.folds is not None
-        )
+        judged = self._sweep_config.pruner != "none" or trial.folds is not None
         job = trial.next_job(self._sweep_config.budget.trial_timeout, judged)
         self._jobs[job.key] = trial
         self._time.note_running(len(self._jobs))
-        if job.fold is not None and trial.seed is None:
+        if job.fold is not None:
             self._recorder.fold(trial, job.fold, "running")
         return job
 
-    def _trial_in_time(self, left: float | None) -> RunningTrial | None:
-        trial = None if self._time.up else self._trial(left)
-        return trial if trial and self._time.suffices(trial.params, left) else None
-
-    def _reevaluation_in_time(self, left: float | None) -> RunningTrial | None:
-        trial = self._next_reevaluation()
-        enough = trial and self._time.suffices_for_reevaluation(trial.params, left)
-        return trial if enough else None
-
     def _trial(self, left: float | None) -> RunningTrial | None:
         """Return a trial with a waiting job; None if there is none."""
-        waiting = (one for one in self._live.values() if one.waiting and one.seed is None)
-        if started := next(waiting, None):
-            return started
+        for started in self._live.values():
+            if started.waiting:
+                return started
         while self._recorder.interrupted:
             trial = self._enter(self._recorder.resume())
             if not trial.over:
@@ -189,17 +167,6 @@ class SweepAlgorithm:
             self._events.note(f"trial {new.number} is {reason}", "warning")
             self._recorder.end(new, "infeasible", reason)
         return None
-
-    def _next_reevaluation(self) -> RunningTrial | None:
-        """Return a trial to evaluate again once no trial runs; None if there is none."""
-        trials = self._jobs if self._time.up else self._live
-        if any(one.seed is None for one in trials.values()) or (self._time.up and self._owed):
-            return None
-        live = (one for one in self._live.values() if one.seed is not None and one.waiting)
-        if started := next(live, None):
-            return started
-        trial = self._reevaluation.next()
-        return None if trial is None else self._enter(trial)
 
     def _enter(self, trial: RunningTrial) -> RunningTrial:
         self._live[trial.key] = trial
@@ -244,7 +211,7 @@ class SweepAlgorithm:
         trial = self._jobs.get(job.key)
         if trial is None:
             return None  # the job ended while its report was on the way
-        if trial.leaving is None and trial.seed is None:
+        if trial.leaving is None:
             if not self._recorder.counts:
                 self._refuse_misspelt(trial, list(metrics))
             given = [name for name in self._sweep_config.metrics if name in metrics]
@@ -301,8 +268,7 @@ class SweepAlgorithm:
     def _end_with(self, trial: RunningTrial, fault: str) -> None:
         """End the sweep with a failed trial."""
         self._live.pop(trial.key, None)
-        if trial.seed is None:
-            self._recorder.end(trial, "failed", fault)
+        self._recorder.end(trial, "failed", fault)
         self.close("failed")
 
     def _judge(self, job: SearchJob, trial: RunningTrial, value: float, step: int | None) -> None:
@@ -326,17 +292,16 @@ class SweepAlgorithm:
         if result.status in ("stopped", "deadline") and trial.leaving is None:
             self._put_back(trial, job, result)
         elif result.status == "completed":
-            if trial.seed is None:
-                self._memory.completed(trial.key, trial.params)
+            self._memory.completed(trial.key, trial.params)
             self._completed(trial, job, result)
         elif result.status == "failed" and not self._retried(trial, job, result):
             state = "infeasible" if result.fault == "oom" else "failed"
-            if result.fault == "oom" and trial.seed is None:
+            if result.fault == "oom":
                 self._memory.add(trial.number, trial.params)
             trial.leave(state, result.error or f"the job {result.fault or 'failed'}")
         elif result.status == "pruned":
             trial.leave("pruned", "the function ended itself as pruned")
-        if job.fold is not None and trial.seed is None and result.status != "completed":
+        if job.fold is not None and result.status != "completed":
             self._recorder.fold(trial, job.fold, result.status, None, result.seconds)
         if trial.over:
             self._settle(trial)
@@ -356,10 +321,10 @@ class SweepAlgorithm:
                 self._give_up(trial, absent[0], metrics, similar_name(absent[0], metrics))
             trial.leave("failed", wrong)
             return
-        if trial.leaving is None and trial.seed is None:
+        if trial.leaving is None:
             self._recorder.costs.note(trial.params, result.seconds)
         trial.scores[job.fold or 0] = {name: float(metrics[name]) for name in needed}
-        if job.fold is not None and trial.seed is None:
+        if job.fold is not None:
             scores = trial.scores[job.fold]
             self._recorder.fold(trial, job.fold, "complete", scores, result.seconds)
             self._compare_folds(trial, job.fold)
@@ -410,9 +375,7 @@ class SweepAlgorithm:
     def _settle(self, trial: RunningTrial) -> None:
         """Record the result of a trial that is over."""
         self._live.pop(trial.key, None)
-        if trial.seed is not None:
-            self._reevaluation.on_end(trial)
-        elif trial.leaving is not None:
+        if trial.leaving is not None:
             self._recorder.end(trial, trial.leaving, trial.reason or "")
         else:
             count = trial.folds or 1
@@ -444,11 +407,10 @@ class SweepAlgorithm:
         Returns:
             ``best`` (number of the best trial), ``best_value``, ``best_params``, ``best_folder``,
             ``front`` (with several metrics), ``infeasible`` (if no trial meets the constraints),
-            ``counts`` by state, ``repeats``, ``metrics`` and ``directions``.
+            ``counts`` by state, ``metrics`` and ``directions``.
         """
         for trial in self._live.values():
-            if trial.seed is None:
-                self._recorder.wait(trial, f"the sweep ended as {status}")
+            self._recorder.wait(trial, f"the sweep ended as {status}")
         summary = self._recorder.summary()
         without_values = self._recorder.begun and not self._recorder.leaderboard.values
         if summary["infeasible"]:

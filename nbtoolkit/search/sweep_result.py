@@ -45,9 +45,8 @@ class SweepResult:
             ``"deadline"``.
         paths: the folder of the sweep; its subfolder ``trials`` contains the runs of the trials.
         seconds: wall time of the last session.
-        best_value: the value of the best trial. If this trial was trained again with other seeds
-            (``reevaluate_top``), it is the mean of the values. None if no trial is complete, or if
-            there are several metrics.
+        best_value: the value of the best trial. None if no trial is complete, or if there are
+            several metrics.
         best_trial: the number of the best trial; None if there is none.
         shared_files: files outside the trials' folders that several jobs have written.
     """

@@ -1,15 +1,15 @@
-"""Keep a sweep within its time and memory, and re-evaluate the best trials with other seeds."""
+"""Keep a sweep within its time and memory."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.run.events import EventReader, MetricsLogged
-from nbtoolkit.search.algorithm import EventWriter, RunningTrial, folder_of
+from nbtoolkit.search.algorithm import EventWriter
 
 if TYPE_CHECKING:
     from nbtoolkit.search.study_recorder import StudyRecorder
@@ -24,25 +24,18 @@ _RESIDUAL = 0.1  # in logarithms of observed peaks: predictions are then off by 
 class TimeBudget:
     """Decides whether a trial can still end in time.
 
-    It reserves time for the refit of the best trial and for re-evaluations. Once it refuses, it
-    refuses for good.
+    It reserves time for the refit of the best trial. Once it refuses, it refuses for good.
 
     Args:
         recorder: knows the durations of finished trials.
         events: receives a note when the time is up.
-        reevaluations: returns the number of re-evaluations to reserve time for.
     """
 
-    def __init__(
-        self, recorder: StudyRecorder, events: EventWriter, reevaluations: Callable[[], int]
-    ) -> None:
+    def __init__(self, recorder: StudyRecorder, events: EventWriter) -> None:
         self._recorder, self._events = recorder, events
-        self._reevaluations = reevaluations
         self._slots = 1
         self.up = False
         """True if no more trials start."""
-        self.over = False
-        """True if no more re-evaluations start either."""
 
     def note_running(self, jobs: int) -> None:
         """Note how many jobs run at once: there are at least as many slots."""
@@ -58,30 +51,16 @@ class TimeBudget:
         rounds = math.ceil((self._recorder.folds or 1) / self._slots)
         return self._enough(None if job is None else job * rounds, left)
 
-    def suffices_for_reevaluation(self, params: Mapping[str, Any], left: float | None) -> bool:
-        """Return True if a re-evaluation with these parameters can end in time."""
-        seconds = self._recorder.costs.predict(params) or 0.0
-        if left is not None and seconds > left - self._refit():
-            self.over = True
-            self._events.note(f"no more re-evaluations start: {left:.3g} s are left")
-        return not self.over
-
     def _enough(self, seconds: float | None, left: float | None) -> bool:
         if left is None:
             return not self.up
-        reserved = self._reserved()
+        reserved = self._refit()
         self.up = self.up or left - reserved <= 0 or (seconds or 0.0) > left - reserved
         if self.up:
             estimate = "" if seconds is None else f"; a trial takes about {seconds:.3g} s"
             also = f", {reserved:.3g} s of them reserved for the refit" if reserved else ""
             self._events.note(f"no more trials start: {left:.3g} s are left{also}{estimate}")
         return not self.up
-
-    def _reserved(self) -> float:
-        """Return the seconds to reserve for re-evaluations and the refit."""
-        job = self._recorder.costs.usual() or 0.0
-        jobs = self._reevaluations() * (self._recorder.folds or 1)
-        return self._refit() + job * math.ceil(jobs / self._slots)
 
     def _refit(self) -> float:
         """Return the seconds to train the best trial on all data (``reserve_for_refit``)."""
@@ -226,67 +205,3 @@ def _no_smaller(name: str, value: object, failed: object) -> bool:
     if isinstance(value, (int, float)) and isinstance(failed, (int, float)):
         return value >= failed
     return value == failed
-
-
-# --- re-evaluation ---
-
-
-class TopKReevaluation:
-    """Re-evaluates the best trials with other seeds, once all trials have ended.
-
-    The best of many noisy trials is partly the luckiest one; further seeds show it.
-
-    Args:
-        recorder: the study.
-        seed: the trials' seed; re-evaluations take the following ones.
-    """
-
-    def __init__(self, recorder: StudyRecorder, seed: int) -> None:
-        self._recorder, self._seed = recorder, seed
-        self._begun: set[tuple[int, int]] = set()
-
-    @property
-    def more(self) -> bool:
-        """True if a re-evaluation is left to run."""
-        return bool(self._missing())
-
-    @property
-    def to_come(self) -> int:
-        """Number of re-evaluations to start, including those of trials not known yet."""
-        settings = self._recorder.sweep_config.reevaluate_top
-        known = self._begun | self._recorder.leaderboard.repeats.keys()
-        return max(0, settings.k * settings.seeds - len(known))
-
-    def next(self) -> RunningTrial | None:
-        """Return the next re-evaluation; None if all have started."""
-        for number, seed in self._missing()[:1]:
-            self._begun.add((number, seed))
-            params, key = self._recorder.params[number], f"{folder_of(number)}/seed-{seed}"
-            return RunningTrial(number, params, self._recorder.folds, key=key, seed=seed)
-        return None
-
-    def on_end(self, trial: RunningTrial) -> None:
-        """Record the value of a re-evaluation; the mean leaves out failed ones."""
-        assert trial.seed is not None
-        if trial.leaving is None:
-            value = trial.mean(self._recorder.sweep_config.metrics[0], trial.folds or 1)
-            self._recorder.repeated(trial.number, trial.seed, value)
-        else:
-            self._recorder.not_repeated(trial.number, trial.seed, trial.reason or "")
-        if not self.more:
-            self._recorder.name_winner()
-
-    def _missing(self) -> list[tuple[int, int]]:
-        """Return the missing (trial, seed) pairs, ordered by seed.
-
-        When the time runs out, all leaders then have been evaluated about equally often.
-        """
-        settings = self._recorder.sweep_config.reevaluate_top
-        leaders = self._recorder.leaderboard.leaders(settings.k)
-        known = self._begun | self._recorder.leaderboard.repeats.keys()
-        return [
-            (number, self._seed + i)
-            for i in range(1, settings.seeds + 1)
-            for number in leaders
-            if (number, self._seed + i) not in known
-        ]

@@ -138,15 +138,6 @@ class FoldConfig(Section):
     """A file that `folds.save` has written. It replaces all other settings of this section."""
 
 
-class ReevaluateTop(Section):
-    """The leaders are trained again with other seeds before a winner is named."""
-
-    k: CountFrom0 = 0
-    """The number of best trials that are trained again. 0: none."""
-    seeds: Count = 2
-    """The number of other seeds with which each of these trials is trained again."""
-
-
 class SweepConfig(Section):
     """The configuration of a sweep. Made by :func:`load_sweep_config`."""
 
@@ -171,8 +162,6 @@ class SweepConfig(Section):
     warm_start: Text | None = None
     """The folder of another sweep, or the file of a study. The sampler also learns from its
     trials."""
-    reevaluate_top: ReevaluateTop = ReevaluateTop()
-    """At the end, the best trials are trained again with other seeds."""
     space: Annotated[Free, Allowed("parameters by dotted name")] = FreeSection()
     """The settings that the sweep varies, with their ranges; see docs/sweep/space.md."""
 
@@ -375,9 +364,6 @@ def _metric_conflicts(sweep_config: SweepConfig) -> Iterator[_Conflict]:
     if count > 1 and sweep_config.study.trial_value == "best":
         what = "best is not defined with several metrics"
         yield _Conflict("study.trial_value", what, "last", "let train() report what counts last")
-    if count > 1 and sweep_config.reevaluate_top.k:
-        what = "there is no order of leaders with several metrics"
-        yield _Conflict("reevaluate_top.k", what, "0", "remove reevaluate_top")
 
 
 def _pruner_conflicts(sweep_config: SweepConfig) -> Iterator[_Conflict]:

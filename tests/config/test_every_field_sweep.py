@@ -311,18 +311,3 @@ def test_trials_of_another_sweep_are_taken_over(search: Search, tmp_path: Path) 
     warm = search(1, warm_start=str(tmp_path / "1"))
     assert [trial.value for trial in warm.trials[:2]] == [trial.value for trial in first.trials]
     assert len(warm.trials) == 3
-
-
-@pytest.mark.long  # test_sweep_algorithm.py has short ones
-@proves("sweep: reevaluate_top.k", "sweep: reevaluate_top.seeds")
-def test_leaders_are_trained_again_as_set(search: Search) -> None:
-    def repeated(**settings: int) -> list[tuple[str, int]]:
-        jobs = search(3, reevaluate_top=settings).jobs[3:]
-        return [(job.key.rpartition("/")[0], int(job.overrides["seed"])) for job in jobs]
-
-    assert repeated() == []
-    two = repeated(k=1, seeds=2)
-    assert [seed for _, seed in two] == [1, 2]
-    assert len({key for key, _ in two}) == 1
-    assert len(repeated(k=1, seeds=3)) == 3
-    assert len({key for key, _ in repeated(k=2, seeds=1)}) == 2

@@ -480,46 +480,6 @@ def test_a_sweep_without_a_number_of_trials_is_through_when_its_time_is_up(tmp_p
     made.close("completed")
 
 
-def test_time_is_kept_back_for_the_leaders_where_trials_are_not_counted(tmp_path: Path) -> None:
-    source = {**sweep(1, reevaluate_top={"k": 1, "seeds": 2}), "budget": {"timeout": 75}}
-    made, diary = algorithm(tmp_path, source)
-    keys = [job.key for job in drive(made, Fake(loss, seconds=10.0), left=75.0)]
-    assert len(keys) == 6  # then 35 s are left: 20 for the leader, 10 for the winner's refit
-    leader = made.close("completed")["best"]
-    assert keys[4:] == [f"{TRIAL[leader]}/seed-1", f"{TRIAL[leader]}/seed-2"]
-    assert "no more trials start: 35 s are left, 30 s of them reserved" in diary.notes()
-    assert made.done
-
-
-def test_no_leader_is_trained_again_without_the_time(tmp_path: Path) -> None:
-    budget = {"timeout": 45, "reserve_for_refit": 20}
-    source = {**sweep(1, reevaluate_top={"k": 1, "seeds": 3}), "budget": budget}
-    made, diary = algorithm(tmp_path, source)
-    jobs = drive(made, Fake(loss, seconds=10.0), left=45.0)
-    assert [job.key for job in jobs] == [TRIAL[0], f"{TRIAL[0]}/seed-1"]
-    assert made.done
-    assert "no more re-evaluations start: 25 s are left" in diary.notes()
-    made.close("completed")
-
-
-def test_leaders_wait_for_the_trials_that_are_missing(tmp_path: Path) -> None:
-    source = sweep(9, reevaluate_top={"k": 1, "seeds": 2}, budget={"reserve_for_refit": 0})
-    made, _ = algorithm(tmp_path, source)
-    jobs = drive(made, Fake(loss, seconds=10.0), left=35.0)
-    assert [job.key for job in jobs] == TRIAL[:3]
-    assert made.cut_short
-    made.close("deadline")
-
-
-def test_leaders_are_repeated_side_by_side(tmp_path: Path) -> None:
-    made, _ = algorithm(tmp_path, sweep(1, reevaluate_top={"k": 1, "seeds": 2}))
-    (first,) = drive(made, Fake(loss), jobs=1)
-    assert made.next(None) is None
-    made.on_end(first, JobResult(status="completed", metrics=loss(first, 2), seconds=1.0))
-    keys = [job.key for job in (made.next(None), made.next(None)) if job is not None]
-    assert keys == [f"{TRIAL[0]}/seed-1", f"{TRIAL[0]}/seed-2"]
-
-
 def test_a_sweep_that_the_host_cuts_off_is_to_be_gone_on_with(tmp_path: Path) -> None:
     source = {**sweep(1), "budget": {"timeout": 9999}}
     made, _ = algorithm(tmp_path, source, imposed=True)
@@ -595,23 +555,15 @@ def test_added_trials_are_remembered(tmp_path: Path) -> None:
 # --- the winner ---
 
 
-def test_leaders_are_repeated_with_other_seeds_before_a_winner_is_named(tmp_path: Path) -> None:
-    def lucky(job: SearchJob, step: int) -> dict[str, float]:
-        luck = {"trials/0000": 0.1, "trials/0001": 0.2, "trials/0002": 0.25}
-        plain = {"trials/0000": 0.9, "trials/0001": 0.3}
-        return {"val_loss": luck.get(job.key) or plain[job.key[:11]]}
+def test_the_oldest_of_equal_trials_wins_in_this_session_and_the_next(tmp_path: Path) -> None:
+    def values(job: SearchJob, step: int) -> dict[str, float]:
+        return {"val_loss": {TRIAL[0]: 0.3, TRIAL[1]: 0.1, TRIAL[2]: 0.1}[job.key]}
 
-    made, diary = algorithm(tmp_path, sweep(3, reevaluate_top={"k": 2, "seeds": 2}))
-    jobs = drive(made, Fake(lucky), slots=2)
-    assert [job.key for job in jobs[3:]] == [
-        f"{key}/seed-{seed}" for seed in (1, 2) for key in TRIAL[:2]
-    ]
-    assert [job.overrides["seed"] for job in jobs[3:]] == [1, 1, 2, 2]
-    assert "seed" not in jobs[3].params
+    made, diary = algorithm(tmp_path, sweep(3))
+    drive(made, Fake(values), slots=2)
     summary = made.close("completed")
-    assert (summary["best"], summary["best_value"]) == (1, pytest.approx(0.8 / 3))
-    assert summary["repeats"] == {"0": {"1": 0.9, "2": 0.9}, "1": {"1": 0.3, "2": 0.3}}
-    assert (diary.ends()[1].best, diary.ends()[1].value) == (True, pytest.approx(0.8 / 3))
-    again, _ = algorithm(tmp_path, sweep(3, reevaluate_top={"k": 2, "seeds": 2}))
+    assert (summary["best"], summary["best_value"]) == (1, 0.1)
+    assert diary.ends()[1].best
+    again, _ = algorithm(tmp_path, sweep(3))
     assert again.done
     assert again.close("completed") == summary

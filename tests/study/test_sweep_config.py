@@ -102,7 +102,6 @@ WRONG: dict[str, dict[str, Any]] = {
     r"constraints.latency: 20 is no limit": {**ENDS, "constraints": {"latency": 20}},
     r"number 0 is not searched": {**ENDS, "first_trials": [{"optim.name": "sgd"}]},
     r"number 0 is never 7": {**ENDS, "first_trials": [{"optim.lr": 7}]},
-    r"no order of leaders": {**with_study(metric=["a", "b"]), "reevaluate_top": {"k": 2}},
 }
 
 
