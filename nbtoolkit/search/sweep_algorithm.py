@@ -12,7 +12,7 @@ from nbtoolkit.errors import MissingExtra, SweepError
 from nbtoolkit.run.events import RETURNED
 from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.search.algorithm import JobResult, RunningTrial, SearchJob
-from nbtoolkit.search.trial_limits import MemoryLimits, TimeBudget
+from nbtoolkit.search.trial_limits import TimeBudget
 from nbtoolkit.study.table import STOPPED_BY_HAND
 
 if TYPE_CHECKING:
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 _RETRIED = ("raised", "died", "hung")
 """Faults worth a retry; out of memory, NaN and timeouts would occur again."""
-
-_MOST_SKIPPED = 50
-"""Trials that one call of :meth:`SweepAlgorithm.next` leaves out; the scheduler calls again."""
 
 
 def make_algorithm(request: SearchRequest, record: EventWriter) -> SweepAlgorithm:
@@ -44,9 +41,8 @@ def make_algorithm(request: SearchRequest, record: EventWriter) -> SweepAlgorith
         raise MissingExtra(what, do=install_line("search")) from error
     search = request.search
     assert search.sweep_config is not None
-    folder = request.paths.folder
-    recorder = StudyRecorder(search.sweep_config, search.folds, folder, record)
-    return SweepAlgorithm(recorder, record, memory=MemoryLimits(folder), imposed=request.imposed)
+    recorder = StudyRecorder(search.sweep_config, search.folds, request.paths.folder, record)
+    return SweepAlgorithm(recorder, record, imposed=request.imposed)
 
 
 class SweepAlgorithm:
@@ -55,7 +51,6 @@ class SweepAlgorithm:
     Args:
         recorder: the open study.
         events: receives notes.
-        memory: learns which trials would run out of memory.
         imposed: the deadline is the end of the host's session, not the user's own limit.
     """
 
@@ -64,7 +59,6 @@ class SweepAlgorithm:
         recorder: StudyRecorder,
         events: EventWriter,
         *,
-        memory: MemoryLimits,
         imposed: bool = False,
     ) -> None:
         self._recorder = recorder
@@ -78,7 +72,6 @@ class SweepAlgorithm:
         grid = self._sweep_config.study.sampler == "grid"
         self._points = len(self._sweep_config.make_space().grid()) if grid else None
         self._time = TimeBudget(recorder, events)
-        self._memory = memory
         self._paused = self._stopped = False
         self._failed_before = recorder.counts["failed"]
         if recorder.begun:
@@ -156,17 +149,10 @@ class SweepAlgorithm:
             if not trial.over:
                 return trial
             self._settle(trial)  # all its folds were done when its session died
-        for _ in range(_MOST_SKIPPED):
-            more = self._more_to_start or self._recorder.asked
-            if not more or not self._time.suffices_for_new(left):
-                return None
-            new = self._recorder.begin()
-            reason = self._memory.why_not(new.params)
-            if reason is None:
-                return self._enter(new)
-            self._events.note(f"trial {new.number} is {reason}", "warning")
-            self._recorder.end(new, "infeasible", reason)
-        return None
+        more = self._more_to_start or self._recorder.asked
+        if not more or not self._time.suffices_for_new(left):
+            return None
+        return self._enter(self._recorder.begin())
 
     def _enter(self, trial: RunningTrial) -> RunningTrial:
         self._live[trial.key] = trial
@@ -292,12 +278,9 @@ class SweepAlgorithm:
         if result.status in ("stopped", "deadline") and trial.leaving is None:
             self._put_back(trial, job, result)
         elif result.status == "completed":
-            self._memory.completed(trial.key, trial.params)
             self._completed(trial, job, result)
         elif result.status == "failed" and not self._retried(trial, job, result):
             state = "infeasible" if result.fault == "oom" else "failed"
-            if result.fault == "oom":
-                self._memory.add(trial.number, trial.params)
             trial.leave(state, result.error or f"the job {result.fault or 'failed'}")
         elif result.status == "pruned":
             trial.leave("pruned", "the function ended itself as pruned")
