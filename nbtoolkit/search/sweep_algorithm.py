@@ -12,7 +12,7 @@ from nbtoolkit.errors import MissingExtra, SweepError
 from nbtoolkit.run.events import RETURNED
 from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.search.algorithm import JobResult, RunningTrial, SearchJob
-from nbtoolkit.search.trial_limits import TimeBudget
+from nbtoolkit.search.time_budget import TimeBudget
 from nbtoolkit.study.table import STOPPED_BY_HAND
 
 if TYPE_CHECKING:
