@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import accumulate, groupby, islice, pairwise, zip_longest
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from nbtoolkit.run import events
@@ -29,10 +28,7 @@ LAST = 5
 """Trials that ended last, shown below the best and the running ones."""
 
 _MAX_BEST, _MAX_RUNNING, _MAX_PARAMS = 10, 16, 8  # rows and columns
-_PRUNED_AT = 0.1  # share of a trial's time: one trial that is pruned so early is assumed
-_NEWEST = 1000  # ended trials from which the durations of the next are estimated
 _MAX_TEXT = 40  # characters of one value
-_WAITING_PRUNERS = ("median", "percentile", "patient")
 
 
 class EventTable:
@@ -179,7 +175,6 @@ class SweepTable(EventTable):
         directions: ``"minimize"`` or ``"maximize"`` for each of them.
         n_trials: the number of trials planned; None: as many as the time allows.
         deadline: unix seconds at which the sweep ends at the latest; None: no limit.
-        unpruned: complete trials before the pruner ends any; None: there is no pruner.
     """
 
     def __init__(
@@ -190,15 +185,12 @@ class SweepTable(EventTable):
         directions: Sequence[str] = ("maximize",),
         n_trials: int | None = None,
         deadline: float | None = None,
-        unpruned: int | None = None,
     ) -> None:
         self.name = name
         self.metrics = tuple(metrics)
         self.directions = tuple(directions)
         self.n_trials = n_trials
         self.deadline = deadline
-        self._unpruned = unpruned
-        self._kept = 0.5  # share of the trials that the pruner keeps at a step
         self.paused = False
         """Whether it starts nothing more until it is resumed."""
         self.trials: dict[int, Trial] = {}
@@ -219,13 +211,6 @@ class SweepTable(EventTable):
 
     def configure(self, sweep_config: SweepConfig) -> None:
         """Use a sweep's configuration; a later session may have another number of trials."""
-        options = sweep_config.study.pruner_options
-        # Optuna's median and percentile pruners wait for this many trials, the others for none.
-        startup = options.get("n_startup_trials", 5)
-        waits = startup if sweep_config.pruner in _WAITING_PRUNERS else 0
-        self._unpruned = None if sweep_config.pruner == "none" else waits
-        if sweep_config.pruner == "percentile":
-            self._kept = min(options.get("percentile", 25.0) / 100, 0.99)
         self.name, self.metrics = sweep_config.study.name, sweep_config.metrics
         self.n_trials = sweep_config.budget.n_trials
         if self.n_trials is not None:
@@ -293,9 +278,6 @@ class SweepTable(EventTable):
     def ends_at(self, now: float) -> float | None:
         """Estimate when the sweep ends: the rest at the pace so far, at the latest its deadline.
 
-        With a pruner, a trial is expected to last as long as the ended ones would have lasted, had
-        the pruner known then what it knows now (:meth:`_durations`).
-
         Args:
             now: unix seconds.
 
@@ -307,42 +289,13 @@ class SweepTable(EventTable):
             return None
         if not self._ended or not self._running or self.n_trials is None:
             return self.deadline
-        ended = [*self._ended.values()]
-        complete = [trial for trial in ended if trial.state == "complete"]
-        mean = _mean_seconds(complete or ended)
-        to_start = max(self.n_trials - len(ended) - len(self._running), 0)
-        ages = [now - trial.began for trial in self._running.values()]
-        durations, spared = [trial.seconds or 0.0 for trial in ended[-_NEWEST:]], 0
-        reports = any(trial.curve for trial in self.trials.values())
-        if self._unpruned is not None and reports:  # without reports it ends none
-            spared = min(max(self._unpruned - len(complete) - len(self._running), 0), to_start)
-            durations = [*self._durations(ended[-_NEWEST:]), _PRUNED_AT * mean]
-        survival = _Survival(durations, ages)
-        left = spared * mean + (to_start - spared) * survival.rest(0.0)
-        left += sum(
-            max(mean - age, 0.0) if len(complete) < (self._unpruned or 0) else survival.rest(age)
-            for age in ages
-        )
+        mean = sum(trial.seconds or 0.0 for trial in self._ended.values()) / len(self._ended)
+        to_start = max(self.n_trials - len(self._ended) - len(self._running), 0)
+        left = to_start * mean
+        for trial in self._running.values():
+            left += max(mean - (now - trial.began), 0.0)
         end = now + left / len(self._running)
         return end if self.deadline is None else min(end, self.deadline)
-
-    def _durations(self, ended: Sequence[Trial]) -> list[float]:
-        """Seconds until the pruner would end each of these trials by the reports known now.
-
-        The rule that judges them compares the best report so far with the reports of the complete
-        trials at that step. So the first trials, which the pruner spares, also show what it does.
-        """
-        sign = -1.0 if self.directions[0] == "maximize" else 1.0
-        curves = [[sign * value for _, value in trial.curve] for trial in ended]
-        complete = [c for c, trial in zip(curves, ended, strict=True) if trial.state == "complete"]
-        at_step = [sorted(v for v in values if v is not None) for values in zip_longest(*complete)]
-        limits = [values[int(len(values) * self._kept)] for values in at_step]
-        seconds = []
-        for trial, curve in zip(ended, curves, strict=True):
-            best = zip(accumulate(curve, min), limits, strict=False)
-            steps = next((n for n, (value, limit) in enumerate(best, 1) if value > limit), 0)
-            seconds.append((trial.seconds or 0.0) * (steps / len(curve) if steps else 1.0))
-        return seconds
 
     def summary(self, now: float | None = None) -> str:
         """One line: number of trials, their states, the best value, and the estimated end."""
@@ -440,44 +393,6 @@ def short(value: object) -> str:
     """A value as short text: four digits of a number, the beginning of a long text."""
     text = number(value) if isinstance(value, float) else str(value)
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
-
-
-def _mean_seconds(trials: Sequence[Trial]) -> float:
-    return sum(trial.seconds or 0.0 for trial in trials) / len(trials)
-
-
-class _Survival:
-    """How long trials last: Kaplan and Meier's curve.
-
-    The mean of the ended trials is too short, because short trials end first: trials that run count
-    as long as they have lasted (https://doi.org/10.1080/01621459.1958.10501452).
-
-    Args:
-        durations: seconds of the ended trials.
-        ages: seconds of the running trials so far.
-    """
-
-    def __init__(self, durations: Sequence[float], ages: Sequence[float]) -> None:
-        durations, ages = sorted(durations), sorted(ages)
-        self._ends: list[float] = []
-        self._alive: list[float] = []  # the share that lasts until each end
-        alive = 1.0
-        for at, ended in groupby(durations):
-            self._ends.append(at)
-            self._alive.append(alive)
-            at_risk = len(durations) - bisect_left(durations, at)
-            at_risk += len(ages) - bisect_left(ages, at)
-            alive *= 1 - len([*ended]) / at_risk
-        steps = zip(self._alive, pairwise([0.0, *self._ends]), strict=True)
-        areas = [share * (end - before) for share, (before, end) in steps]
-        self._after = [*accumulate(reversed(areas), initial=0.0)][-2::-1]  # the area after each end
-
-    def rest(self, age: float) -> float:
-        """The expected seconds that a trial of some age still takes."""
-        at = bisect_left(self._ends, age)
-        if at == len(self._ends):
-            return 0.0
-        return self._ends[at] - age + self._after[at] / self._alive[at]
 
 
 def _progress(trial: Trial) -> str:
