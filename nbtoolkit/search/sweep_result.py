@@ -177,7 +177,7 @@ class SweepResult:
         return charts().result_chart(self.paths, "history")
 
     def plot_importances(self) -> Chart:
-        """Draw the importance of each parameter, with the range of the estimate.
+        """Draw the importance of each parameter.
 
         Raises:
             SweepError: fewer than ten trials are complete, or all have the same value.

@@ -27,25 +27,18 @@ LEAST = 10
 """Complete trials below which nothing is shown."""
 
 MOST = 100
-"""Trials to use, drawn from all trials, since the first ones spread widest: 2.4 s of CPU."""
+"""Trials to use, drawn from all trials, since the first ones spread widest."""
 
-_TREES, _RESAMPLES, _TREES_OF_RESAMPLE = 64, 20, 8  # 0.4 s of CPU for 20 trials
+_TREES = 64
 _FENCE = 1.5  # interquartile ranges: https://en.wikipedia.org/wiki/Outlier#Tukey's_fences
 
 
 @dataclass(frozen=True)
 class ParameterShare:
-    """A parameter's share of the values' variance, from 0 to 1, and its range over resamples."""
+    """A parameter's share of the values' variance, from 0 to 1."""
 
     name: str
     value: float
-    low: float
-    high: float
-
-    @property
-    def text(self) -> str:
-        """Share and range as ``"0.52 (0.31 to 0.68)"``."""
-        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
 @dataclass(frozen=True)
@@ -67,28 +60,11 @@ class Importance:
     pruned: int
     left_out: tuple[str, ...]
 
-    def groups(self) -> list[list[ParameterShare]]:
-        """Groups of shares whose ranges overlap that of the group's first member."""
-        groups: list[list[ParameterShare]] = []
-        for share in self.shares:
-            if groups and share.high >= groups[-1][0].low:
-                groups[-1].append(share)
-            else:
-                groups.append([share])
-        return groups
-
     def notes(self) -> list[str]:
-        """Sentences on what the shares were computed from, and on what they leave open."""
+        """Sentences on what the shares were computed from."""
         of = f" of {self.complete}" if self.used < self.complete else ""
         left = f"; {self.pruned} pruned trials are left out" if self.pruned else ""
-        notes = [
-            f"From {self.used}{of} complete trials{left}.",
-            f"In brackets: the range over {_RESAMPLES} resamples of the trials, a seed each.",
-        ]
-        doubted = [group for group in self.groups() if len(group) > 1]
-        if doubted:
-            groups = (", ".join(share.name for share in group) for group in doubted)
-            notes.append(f"Cannot tell yet which matters more: {'; '.join(groups)}.")
+        notes = [f"From {self.used}{of} complete trials{left}."]
         if self.left_out:
             names = ", ".join(self.left_out)
             notes.append(f"Not searched by all trials in one range, and left out: {names}.")
@@ -107,8 +83,7 @@ def importance(
     Parameters searched on a logarithmic scale count on that scale: Optuna's evaluator weighs a
     range linearly, so that the upper of three decades has nine tenths of the weight and a third of
     the trials. Values worse than Tukey's fence count as the fence, so that one diverged trial does
-    not cause all of the variance. The range of a share comes from forests with different seeds on
-    trials drawn with replacement: it includes the noise of the trials and of the forest.
+    not cause all of the variance.
 
     Args:
         trials: trials of the study, in any state.
@@ -143,16 +118,8 @@ def importance(
             do="wait for more trials, or search a larger space",
         )
     linear = [_linear(trial, space, value) for trial, value in zip(used, values, strict=True)]
-    shares = _shares(linear, 0, _TREES)
-    all_shares = [shares]
-    for seed in range(1, _RESAMPLES + 1):
-        resample = random.Random(seed).choices(linear, k=len(linear))
-        if len({trial.value for trial in resample}) > 1:  # else there is no variance to explain
-            all_shares.append(_shares(resample, seed, _TREES_OF_RESAMPLE))
-    ordered = []
-    for name, value in sorted(shares.items(), key=lambda pair: -pair[1]):
-        values = [shares[name] for shares in all_shares]
-        ordered.append(ParameterShare(name, value, min(values), max(values)))
+    shares = sorted(_shares(linear).items(), key=lambda pair: -pair[1])
+    ordered = [ParameterShare(name, value) for name, value in shares]
     pruned = sum(trial.state == TrialState.PRUNED for trial in trials)
     left_out = tuple(name for name in names if name not in space)
     return Importance(tuple(ordered), len(complete), len(used), pruned, left_out)
@@ -193,7 +160,7 @@ def _linear(trial: FrozenTrial, space: dict[str, BaseDistribution], value: float
     return create_trial(params=params, distributions=distributions, value=value)
 
 
-def _shares(trials: Sequence[FrozenTrial], seed: int, trees: int) -> dict[str, float]:
+def _shares(trials: Sequence[FrozenTrial]) -> dict[str, float]:
     import optuna
     from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
@@ -202,7 +169,7 @@ def _shares(trials: Sequence[FrozenTrial], seed: int, trees: int) -> dict[str, f
     try:
         study = optuna.create_study()
         study.add_trials(trials)
-        forest = FanovaImportanceEvaluator(n_trees=trees, seed=seed)
+        forest = FanovaImportanceEvaluator(n_trees=_TREES, seed=0)
         return get_param_importances(study, evaluator=forest)
     except ImportError as error:
         raise MissingExtra(

@@ -93,24 +93,20 @@ def result_chart(paths: RunPaths, region: str) -> Chart:
 
 
 def importance_chart(importance: Importance, metric: str) -> Chart:
-    """Draw the share of each parameter with its range; below, the numbers and the notes."""
+    """Draw the share of each parameter; below, the numbers and the notes."""
     shares = importance.shares
     names = tuple(shortened(share.name, 24) for share in shares)
     values = [(float(index), share.value) for index, share in enumerate(shares)]
-    ranges = [
-        Series("range", [(float(index), share.low), (float(index), share.high)])
-        for index, share in enumerate(shares)
-    ]
     title = f"importance for {metric}"
     drawn = chart(
-        [*ranges, Series("share", values, "ring", RUNNING)],
+        [Series("share", values, "ring", RUNNING)],
         x=Axis(choices=names),
         y=Axis(title, low=0.0, high=1.0),
         legend=True,
         size=(max(330, 80 * len(shares)), 180),
     )
-    rows = [[name, share.text] for name, share in zip(names, shares, strict=True)]
-    table = data_table(["parameter", "share (range)"], rows)
+    rows = [[name, f"{share.value:.2f}"] for name, share in zip(names, shares, strict=True)]
+    table = data_table(["parameter", "share"], rows)
     notes = "".join(map(paragraph, importance.notes()))
     inside = f"{paragraph(title)}{drawn}{table}{notes}"
     return Chart(title, view(f'<div style="max-width:560px">{inside}</div>'))

@@ -271,7 +271,7 @@ def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> str:
             for objective, axis in enumerate(axes)
         ]
         share = shares.get(name)
-        note = f"{share.value:.2f} ({share.low:.2f}–{share.high:.2f})" if share else ""
+        note = f"{share.value:.2f}" if share else ""
         cards.append(card(labels[name], _titled(pictures, axes, 150), note=note))
     notes = ["Importance of the parameters by fANOVA.", *known.notes()] if known else []
     if len(names) > most:

@@ -81,7 +81,7 @@ def reported(parent: Path) -> RunPaths:
 
 
 def shares(_: Path) -> str:
-    found = (ParameterShare("optim.lr", 0.8, 0.6, 0.9), ParameterShare("model.act", 0.2, 0.1, 0.4))
+    found = (ParameterShare("optim.lr", 0.8), ParameterShare("model.act", 0.2))
     return charts().importance_chart(Importance(found, 12, 12, 3, ()), "loss")._repr_html_()
 
 
