@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import optuna
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
+from optuna.storages import BaseStorage, JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from nbtoolkit.study.sweep_config import SweepConfig
 
 FILE = "study.jsonl"
-_SQLITE = b"SQLite format 3\0"
 _IDENTITY, _PREPARED, IMPORTED, _ADDED = "identity", "prepared", "imported", "added"
 
 
@@ -281,13 +280,11 @@ def import_trials(study: optuna.Study, sweep_config: SweepConfig, space: Space) 
 
 def _load(source: str) -> optuna.Study:
     path = Path(source).expanduser()
-    # study.db: of version 0.1
-    files = [path / FILE, path / "study.db"] if path.is_dir() else [path]
-    file = next(filter(Path.is_file, files), None)
-    if file is None:
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
         raise SweepError(
             f"warm_start: there is no study {source}",
-            allowed="a sweep's folder, or the file of a study: Optuna's journal, or SQLite",
+            allowed="a sweep's folder, or the file of a study: Optuna's journal",
         )
     return read_study(file)
 
@@ -352,18 +349,20 @@ def open_journal(file: Path) -> JournalStorage:
 
 
 def read_study(file: Path) -> optuna.Study:
-    """Open the only study in a file for reading: a journal, or an SQLite file of version 0.1.
+    """Open the only study in a journal for reading.
 
     Raises:
         SweepError: there is no study or more than one, or the file cannot be read.
     """
     try:
-        storage = _storage(file)
+        with file.open("rb"):  # Optuna would create a missing file
+            storage = JournalStorage(ReadOnlyBackend(str(file)))
         names = optuna.get_all_study_names(storage)
     except Exception as error:  # a damaged journal may raise anything
         raise SweepError(
             f"the study {file.name} cannot be read: {type(error).__name__}: {error}",
-            allowed="the file that a sweep writes",
+            allowed="the journal that a sweep writes",
+            do="copy a study of another storage to a journal with optuna.copy_study",
         ) from error
     if len(names) != 1:
         raise SweepError(
@@ -371,13 +370,3 @@ def read_study(file: Path) -> optuna.Study:
             allowed="a file with one study",
         )
     return optuna.load_study(study_name=names[0], storage=storage)
-
-
-def _storage(file: Path) -> BaseStorage:
-    with file.open("rb") as opened:  # both storages would create a missing file
-        if opened.read(len(_SQLITE)) != _SQLITE:
-            return JournalStorage(ReadOnlyBackend(str(file)))
-    from sqlalchemy.pool import NullPool
-
-    url = f"sqlite:///file:{file.absolute()}?mode=ro&uri=true"
-    return RDBStorage(url, engine_kwargs={"poolclass": NullPool})

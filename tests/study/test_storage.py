@@ -109,11 +109,12 @@ def test_a_study_whose_writer_was_killed_inside_a_write_is_opened_at_once(tmp_pa
     assert all(line.endswith(b"}\n") for line in file.read_bytes().splitlines(keepends=True))
 
 
-def test_a_study_of_version_0_1_can_be_read(tmp_path: Path) -> None:
+def test_a_study_in_sqlite_is_refused_with_the_way_out(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
     study = optuna.create_study(storage=url, study_name="digits")
     study.tell(study.ask({"x": RATE}), 0.5)
-    assert trials(tmp_path / "study.db") == 1
+    with pytest.raises(SweepError, match=r"study\.db cannot be read[\s\S]*optuna\.copy_study"):
+        trials(tmp_path / "study.db")
 
 
 def test_a_study_that_is_missing_damaged_or_empty_is_told(file: Path, tmp_path: Path) -> None:
