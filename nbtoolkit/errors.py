@@ -42,7 +42,7 @@ The subclasses stand below their base class::
     └── MissingExtra           an optional package is not installed (gives the install command)
 
     RunStopped (BaseException)    ends a run on all ranks (a stop, a time limit, a pruned trial)
-    FoldWarning (UserWarning)     the scores of folds may be misleading (a leak, a missing class)
+    FoldWarning (UserWarning)     the scores of folds may be misleading (a missing class)
 """
 
 from __future__ import annotations
@@ -277,4 +277,4 @@ class RunStopped(BaseException):
 
 
 class FoldWarning(UserWarning):
-    """Training data contain information about validation data, or a fold lacks a class."""
+    """A fold lacks a class."""

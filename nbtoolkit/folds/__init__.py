@@ -1,1 +1,1 @@
-"""Splits of a data set for cross-validation, and what leaks between them."""
+"""Splits of a data set for cross-validation."""

@@ -1,18 +1,17 @@
-"""Define the folds of a data set, compare them by hash, save them to files and look for leaks."""
+"""Define the folds of a data set, compare them by hash, and save them to files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
-from nbtoolkit.errors import FoldError, FoldWarning
+from nbtoolkit.errors import FoldError
 from nbtoolkit.run.paths import write_whole
 from nbtoolkit.text_table import html_table
 
@@ -22,10 +21,8 @@ if TYPE_CHECKING:
 
     Column: TypeAlias = NDArray[Any]
     Indices: TypeAlias = NDArray[np.int64]
-    Mask: TypeAlias = NDArray[np.bool_]
 
 FoldKind = Literal["stratified", "kfold", "group", "stratified_group", "time", "predefined"]
-LeakKind = Literal["rows", "groups", "time"]
 
 _PROPERTIES = ("kind", "n_samples", "k", "repeats", "seed", "target", "hash")
 
@@ -95,38 +92,6 @@ class Folds:
     def valid_indices(self, index: int) -> Indices:
         """Return a copy of fold ``index``'s validation samples, int64 of shape (n_valid,)."""
         return self[index].valid_indices
-
-    def check(self, X: Any = None, *, groups: Any = None, time: Any = None) -> list[Leak]:
-        """Look for leaks between training and validation samples, and warn of them.
-
-        Args:
-            X: the inputs, one row per sample, as an array, tensor, DataFrame or list. A validation
-                sample is a leak if its row is equal, bit for bit, to the row of a training sample.
-            groups: the group of each sample (patient, author, scene), shape (n,). A validation
-                sample is a leak if a training sample has the same group.
-            time: the time of each sample, shape (n,), as numbers, dates or strings that sort by
-                time. A training sample is a leak if it is later than the fold's first validation
-                sample.
-
-        Returns:
-            One :class:`~nbtoolkit.folds.folds.Leak` for each kind of leak, or an empty list. Each
-            one was also shown as a :class:`~nbtoolkit.errors.FoldWarning`.
-
-        Raises:
-            FoldError: ``X``, ``groups`` or ``time`` has another number of samples than the folds.
-        """
-        leaks = []
-        if X is not None:
-            leaks.append(_equal_rows(self, row_numbers(X, self.n_samples)))
-        if groups is not None:
-            groups = as_column(groups, "groups", n_samples=self.n_samples)
-            leaks.append(_shared_groups(self, groups))
-        if time is not None:
-            leaks.append(_later_samples(self, as_column(time, "time", n_samples=self.n_samples)))
-        leaks = [leak for leak in leaks if leak.samples]
-        for leak in leaks:
-            warnings.warn(FoldWarning(leak.text), stacklevel=2)
-        return leaks
 
     @cached_property
     def hash(self) -> str:
@@ -244,99 +209,6 @@ def _frozen(indices: ArrayLike) -> Indices:
     return array
 
 
-# --- leaks between training and validation samples ---
-
-
-@dataclass(frozen=True)
-class Leak:
-    """One kind of leak, counted over all folds.
-
-    Attributes:
-        kind: ``"rows"`` (equal inputs on both sides), ``"groups"`` (a group on both sides),
-            ``"time"`` (training samples later than validation samples).
-        samples: the samples concerned, each counted once: validation samples (``"rows"``,
-            ``"groups"``) or training samples (``"time"``).
-        folds: the folds in which there are any.
-        text: the same as a sentence.
-    """
-
-    kind: LeakKind
-    samples: int
-    folds: tuple[int, ...]
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def _equal_rows(folds: Folds, numbers: Indices) -> Leak:
-    shared, where = _collect(folds, lambda fold: _shared(numbers, fold))
-    count = int(shared.sum())
-    text = (
-        f"{count} of {folds.n_samples} samples are validated on although an equal row is trained "
-        f"on in the same fold ({_listed(where)}): remove duplicates, or keep them together with "
-        "kind='group'"
-    )
-    return Leak("rows", count, where, text)
-
-
-def _shared_groups(folds: Folds, groups: Column) -> Leak:
-    import numpy as np
-
-    names, numbers = np.unique(groups, return_inverse=True)
-    shared, where = _collect(folds, lambda fold: _shared(numbers, fold))
-    count, torn = int(shared.sum()), np.unique(numbers[shared])
-    text = (
-        f"{len(torn)} of {len(names)} groups are on both sides of a fold ({_listed(where)}; such "
-        f"as {names[torn[0]] if len(torn) else None}), {count} samples: make the folds with "
-        "kind='group' or 'stratified_group'"
-    )
-    return Leak("groups", count, where, text)
-
-
-def _later_samples(folds: Folds, time: Column) -> Leak:
-    moments = _codes(time)  # numbers, in order: texts have no minimum
-
-    def later(fold: Fold) -> Indices:
-        late: Mask = moments[fold.train_indices] > moments[fold.valid_indices].min()
-        return fold.train_indices[late]
-
-    trained, where = _collect(folds, later)
-    count = int(trained.sum())
-    text = (
-        f"{count} of {folds.n_samples} samples are trained on although they are later than the "
-        f"first sample that their fold validates on ({_listed(where)}): sort the data by time and "
-        "make the folds with kind='time'"
-    )
-    return Leak("time", count, where, text)
-
-
-def _collect(folds: Folds, leaked: Callable[[Fold], Indices]) -> tuple[Mask, tuple[int, ...]]:
-    """The samples leaked in any fold, as a mask over the data set, and the folds with some."""
-    import numpy as np
-
-    mask, where = np.zeros(folds.n_samples, dtype=bool), []
-    for fold in folds:
-        samples = leaked(fold)
-        mask[samples] = True
-        if len(samples):
-            where.append(fold.index)
-    return mask, tuple(where)
-
-
-def _shared(numbers: Indices, fold: Fold) -> Indices:
-    """Validation samples whose number a training sample has, too."""
-    import numpy as np
-
-    valid = fold.valid_indices
-    return valid[np.isin(numbers[valid], numbers[fold.train_indices])]
-
-
-def _listed(folds: Sequence[int]) -> str:
-    listed = ", ".join(map(str, folds[:8])) + (", ..." if len(folds) > 8 else "")
-    return f"fold {listed}" if len(folds) == 1 else f"folds {listed}"
-
-
 # --- arrays of whatever the user passes ---
 
 
@@ -376,50 +248,3 @@ def digest_of(targets: Column) -> str:
     kind = {"b": "<i8", "i": "<i8", "u": "<i8", "f": "<f8"}.get(targets.dtype.kind)
     data = targets.astype(kind).tobytes() if kind else "\n".join(map(str, targets)).encode()
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-def row_numbers(X: Any, n_samples: int) -> Indices:
-    """A number for each row, the same for equal rows: int64 of shape (n,).
-
-    Args:
-        X: one row per sample: an array or tensor of shape (n, ...), a DataFrame, or a list.
-        n_samples: the required number of rows.
-
-    Raises:
-        FoldError: ``X`` has another number of rows.
-    """
-    import numpy as np
-
-    rows = _as_rows(X)
-    if len(rows) != n_samples:
-        raise FoldError(
-            f"X has {len(rows)} rows for {n_samples} samples",
-            allowed="one row for each sample, in the data set's order",
-            do="pass the inputs of the same samples that the folds were made for",
-        )
-    keys = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.itemsize * rows.shape[1])))
-    return np.unique(keys.ravel(), return_inverse=True)[1].ravel()
-
-
-def _as_rows(X: Any) -> NDArray[Any]:
-    """Rows of plain numbers, shape (n, columns): texts and other objects become numbers."""
-    import numpy as np
-
-    if hasattr(X, "detach"):
-        X = X.detach().cpu()
-    if hasattr(X, "columns"):  # a DataFrame: each column has its own type
-        return np.stack([_codes(X[name].to_numpy()) for name in X.columns], axis=1)
-    array = np.asarray(X)
-    array = array.reshape(len(array), -1)
-    if array.dtype.kind in "biuf":
-        return array + 0 if array.dtype.kind != "b" else array  # -0.0 becomes 0.0
-    return np.stack([_codes(column) for column in array.T], axis=1)
-
-
-def _codes(column: Column) -> Indices:
-    """A number for each value, the same for equal values, in their order."""
-    import numpy as np
-
-    values = column if column.dtype.kind in "biufMmU" else column.astype(str)
-    numbers: Indices = np.unique(values, return_inverse=True)[1].ravel()
-    return numbers

@@ -1,4 +1,4 @@
-"""make_folds, Folds and their files, and the leakage checks."""
+"""make_folds, Folds and their files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import json
 import pickle
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from sklearn import model_selection as sk
 
 import nbtoolkit as nb
 from nbtoolkit.errors import FoldError, FoldWarning, MissingExtra
-from nbtoolkit.folds.folds import row_numbers
 
 CLASSES = np.arange(60) % 3
 TEAMS = np.arange(60) // 4  # 15 groups of 4
@@ -242,79 +240,3 @@ def test_differences_name_what_is_not_the_same() -> None:
     assert folds.differences(other) == {"k": (5, 4), "hash": (folds.hash, other.hash)}
     renamed = nb.make_folds(CLASSES + 1, kind="time")
     assert set(folds.differences(renamed)) == {"target"}
-
-
-# --- leaks ---
-
-
-def test_a_clean_split_has_no_leaks() -> None:
-    inputs = np.arange(120.0).reshape(60, 2)
-    assert nb.make_folds(CLASSES).check(inputs) == []
-    grouped = nb.make_folds(CLASSES, kind="group", groups=TEAMS)
-    assert grouped.check(inputs, groups=TEAMS) == []
-    days = pd.date_range("2024-01-01", periods=60)
-    assert nb.make_folds(CLASSES, kind="time").check(inputs, time=days) == []
-
-
-def test_groups_on_both_sides_are_counted_as_a_plain_loop_does() -> None:
-    folds = nb.make_folds(CLASSES)
-    torn, samples = set(), set()
-    for fold in folds:
-        both = set(TEAMS[fold.train_indices]) & set(TEAMS[fold.valid_indices])
-        torn |= both
-        samples |= {i for i in fold.valid_indices if TEAMS[i] in both}
-    with pytest.warns(
-        FoldWarning, match=rf"{len(torn)} of 15 groups .*\(folds 0, 1, 2, 3, 4"
-    ) as told:
-        (leak,) = folds.check(groups=TEAMS)
-    assert (leak.kind, leak.samples, leak.folds) == ("groups", len(samples), (0, 1, 2, 3, 4))
-    assert [Path(one.filename).name for one in told] == ["test_folds.py"]
-
-
-def test_equal_rows_across_folds_are_counted() -> None:
-    inputs = np.arange(120.0).reshape(60, 2)
-    folds = nb.make_folds(CLASSES, kind="predefined", predefined=np.arange(60) // 20)
-    inputs[1] = inputs[0]  # within a fold: no leak
-    inputs[25] = inputs[3]  # across: both are validated on while the other is trained on
-    inputs[45] = inputs[3]
-    with pytest.warns(FoldWarning, match="^3 of 60 samples .* an equal row"):
-        (leak,) = folds.check(inputs)
-    assert (leak.kind, leak.samples, leak.folds) == ("rows", 3, (0, 1, 2))
-    inputs[25], inputs[45] = 1000.0, 2000.0
-    assert folds.check(inputs) == []
-
-
-def test_training_on_what_is_later_is_counted() -> None:
-    folds = nb.make_folds(CLASSES[:6], kind="predefined", predefined=[-1, -1, 0, 0, 1, 1])
-    with pytest.warns(FoldWarning, match=r"^2 of 6 samples .* later .*\(fold 0\)"):
-        (leak,) = folds.check(time=["a", "b", "c", "d", "e", "f"])
-    assert (leak.kind, leak.samples) == ("time", 2)
-    assert folds.check(time=[1, 1, 1, 1, 1, 1]) == []
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        np.array([[1.0, -0.0], [2.0, 0.0], [1.0, 0.0]]),
-        np.array([[[1], [2]], [[3], [4]], [[1], [2]]], dtype=np.uint8),
-        torch.tensor([[True, False], [False, False], [True, False]]),
-        [[1, 2], [1, 3], [1, 2]],
-        ["a", "b", "a"],
-        [["a", None], ["a", "b"], ["a", None]],
-        pd.DataFrame({"text": ["a", "b", "a"], "size": [1.5, 1.5, 1.5]}),
-        pd.DataFrame({"day": pd.to_datetime(["2024", "2025", "2024"]), "kind": [None, "x", None]}),
-    ],
-)
-def test_equal_rows_have_one_number_in_whatever_they_are_kept(rows: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        numbers = row_numbers(rows, 3)
-    assert numbers[0] == numbers[2] != numbers[1]
-
-
-@pytest.mark.parametrize("name", ["X", "groups", "time"])
-def test_checks_want_one_value_a_sample(name: str) -> None:
-    folds = nb.make_folds(CLASSES)
-    given = {name: np.zeros(59)}
-    with pytest.raises(FoldError, match=f"{name} has 59 (rows|values) for 60 samples"):
-        folds.check(given.pop("X", None), **given)
