@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, finished_folds, fold_key
-from nbtoolkit.crossval.out_of_fold import Ensemble, assemble, write_table
+from nbtoolkit.crossval.out_of_fold import assemble
 from nbtoolkit.errors import CheckpointError, FoldError, MissingExtra
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.run_result import result_of
@@ -21,13 +19,12 @@ from nbtoolkit.run.paths import RunPaths, Status
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.study.table import EventTable, short
 from nbtoolkit.text_table import duration
-from nbtoolkit.version import __version__
 
 if TYPE_CHECKING:
     import numpy as np
     import pandas as pd
     import torch
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
 
     from nbtoolkit.crossval.out_of_fold import Array
     from nbtoolkit.views.figure import Chart
@@ -201,8 +198,8 @@ class CVResult:
 
         Returns:
             An array of shape (n_samples, ...). If several folds validate on a sample, it has the
-            mean of their predictions, or their most frequent class. A sample that no fold validates
-            on has NaN (None if the predictions are strings).
+            mean of their fractions; of classes and strings it has that of the first fold. A sample
+            that no fold validates on has NaN (None if the predictions are strings).
 
         Raises:
             FoldError: no fold is done, or a fold did not return one prediction for each sample.
@@ -227,48 +224,6 @@ class CVResult:
 
         __tracebackhide__ = True
         return predict_mean([self], test, **options)
-
-    def write_out_of_fold(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        ids: ArrayLike | None = None,
-        targets: ArrayLike | None = None,
-        name: str = "predictions",
-    ) -> Path:
-        """Write the out-of-fold predictions as a parquet file, one row per sample.
-
-        The column ``fold`` is the first fold that validates on the sample, or -1. The column
-        ``target`` is left out if the targets are not known. If a prediction has several values,
-        their columns are ``prediction_0``, ``prediction_1``, ..., otherwise ``prediction``. The
-        metadata of the file contain ``folds`` (a hash of the folds), ``run`` (the run id) and
-        ``nbtoolkit`` (the version).
-
-        Args:
-            path: the file; an existing file is replaced.
-            ids: the values of the column ``id``, shape (n_samples,). Default: instead of ``id``, a
-                column ``index`` with the numbers from 0 on.
-            targets: the true values, shape (n_samples,). Default: the attribute :attr:`targets` of
-                this result.
-            name: as for :meth:`out_of_fold`.
-
-        Raises:
-            FoldError: no fold is done, or an argument has another length.
-            MissingExtra: pyarrow is not installed.
-        """
-        write_table(
-            Path(path),
-            self.folds,
-            self.out_of_fold(name),
-            ids=ids,
-            targets=self.targets if targets is None else targets,
-            metadata={
-                "folds": self.folds.hash,
-                "run": self.paths.run_id,
-                "nbtoolkit": __version__,
-            },
-        )
-        return Path(path)
 
     @property
     def finished(self) -> list[int]:
@@ -303,14 +258,6 @@ class CVResult:
             CheckpointError: a fold saved no weights, or its weights do not fit ``model``.
         """
         return [self._model(index, copy.deepcopy(model)) for index in self.finished]
-
-    def ensemble(self, model: torch.nn.Module) -> Ensemble:
-        """Combine the models of the finished folds; the output is the mean of their outputs.
-
-        Args:
-            model: as for :meth:`models`.
-        """
-        return Ensemble(self.models(model))
 
     def _done(self) -> list[int]:
         """The folds that are done.

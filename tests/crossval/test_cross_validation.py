@@ -126,7 +126,7 @@ def test_predictions_and_scores_are_those_of_a_plain_loop(config: nb.Config) -> 
 
 
 @pytest.mark.long
-def test_models_and_ensemble_come_from_the_folds_checkpoints(tmp_path: Path) -> None:
+def test_models_come_from_the_folds_checkpoints(tmp_path: Path) -> None:
     config = config_in(tmp_path, **{"train.epochs": 1, "optim.lr": 0.01, "model.hidden": 64})
     images, labels = digits.load()
     cv = quiet(digits.train, config, nb.make_folds(labels, k=3))
@@ -135,12 +135,10 @@ def test_models_and_ensemble_come_from_the_folds_checkpoints(tmp_path: Path) -> 
         for fold, model in zip(cv.folds, models, strict=True):
             answers = model(images[fold.valid_indices]).argmax(dim=1).numpy()
             np.testing.assert_array_equal(answers, cv.oof[fold.valid_indices])
-        mean = sum(model(images) for model in models) / 3
     accuracy = cv.oof == labels.numpy()
     counts = cv.table["n_valid"].to_numpy()
     assert accuracy.mean() == pytest.approx((cv.scores["val_accuracy"] * counts).sum() / 1797)
     assert accuracy.mean() > 0.5
-    torch.testing.assert_close(cv.ensemble(digits.make_model(config))(images), mean)
     np.testing.assert_array_equal(cv.out_of_fold("labels"), labels)
 
 
@@ -271,7 +269,7 @@ def test_what_is_not_there_is_told(config: nb.Config, monkeypatch: pytest.Monkey
     with pytest.raises(FoldError, match="fold 0 returned no dict: there is no 'predictions'"):
         _ = cv.oof
     with pytest.raises(CheckpointError, match="fold 0: there is no checkpoint in"):
-        cv.ensemble(torch.nn.Linear(1, 1))
+        cv.models(torch.nn.Linear(1, 1))
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MissingExtra, match="pip install pandas"):
         _ = cv.table

@@ -1,4 +1,4 @@
-"""Out-of-fold predictions in the order of the data set, and the ensemble of fold models."""
+"""Out-of-fold predictions in the order of the data set."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import nbtoolkit as nb
-from nbtoolkit.crossval.out_of_fold import Ensemble, assemble
+from nbtoolkit.crossval.out_of_fold import assemble
 from nbtoolkit.errors import FoldError
 
 CLASSES = np.arange(12) % 3
@@ -55,26 +54,13 @@ def test_fractions_of_repeated_folds_are_averaged() -> None:
     np.testing.assert_allclose(assemble(folds, parts), TRUTH + 1.0)
 
 
-def test_classes_of_repeated_folds_are_voted_on() -> None:
+@pytest.mark.parametrize("whole", [CLASSES, np.array(["a", "b", "c"])[CLASSES]])
+def test_classes_of_repeated_folds_are_those_of_the_first_repeat(whole: np.ndarray) -> None:
     folds = nb.make_folds(CLASSES, k=2, repeats=3)
-    wrong_once = {index: part * (index >= 2) for index, part in parts_of(folds, CLASSES).items()}
-    np.testing.assert_array_equal(assemble(folds, wrong_once), CLASSES)
-    wrong_twice = {index: part * (index >= 4) for index, part in parts_of(folds, CLASSES).items()}
-    np.testing.assert_array_equal(assemble(folds, wrong_twice), np.zeros(12))
-    pairs = np.stack([CLASSES, CLASSES[::-1]], axis=1)
-    by_column = {index: part * (index >= 2) for index, part in parts_of(folds, pairs).items()}
-    np.testing.assert_array_equal(assemble(folds, by_column), pairs)
-
-
-def test_equally_many_votes_go_to_the_least_class() -> None:
-    folds = nb.make_folds(CLASSES, k=2, repeats=2)
-    names = np.array(["a", "b", "c"])
     parts = {
-        index: names[CLASSES[folds.valid_indices(index)]] if index < 2 else ["b"] * 6
-        for index in range(4)
+        index: part if index < 2 else part[::-1] for index, part in parts_of(folds, whole).items()
     }
-    expected = np.where(CLASSES == 0, "a", "b")
-    np.testing.assert_array_equal(assemble(folds, parts), expected)
+    np.testing.assert_array_equal(assemble(folds, parts), whole)
 
 
 def test_samples_that_no_fold_validates_on_have_no_prediction() -> None:
@@ -108,20 +94,3 @@ def test_predictions_that_do_not_fit_are_refused(part: Any, said: str) -> None:
     folds = nb.make_folds(CLASSES, k=2)
     with pytest.raises(FoldError, match=said):
         assemble(folds, {0: [0] * 6, 1: part})
-
-
-def test_an_ensemble_answers_with_the_mean() -> None:
-    models = [nn.Linear(3, 2) for _ in range(3)]
-    ensemble = Ensemble(models)
-    inputs = torch.rand(5, 3)
-    expected = sum(model(inputs) for model in models) / 3
-    torch.testing.assert_close(ensemble(inputs), expected.detach())
-    assert not ensemble(inputs).requires_grad
-    assert (len(ensemble), repr(ensemble)) == (3, "Ensemble(3 x Linear)")
-
-
-def test_outputs_without_a_mean_are_refused() -> None:
-    with pytest.raises(FoldError, match=r"the outputs of the 2 models \(Tensor\) have no mean"):
-        Ensemble([nn.Linear(3, 2), nn.Linear(3, 1)])(torch.rand(5, 3))
-    with pytest.raises(FoldError, match=r"\(tuple\) have no mean"):
-        Ensemble([nn.LSTM(3, 2)])(torch.rand(5, 3))
