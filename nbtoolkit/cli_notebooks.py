@@ -117,7 +117,7 @@ def lint(
     notebooks: Annotated[list[Path], typer.Argument(metavar="NOTEBOOK...", help=".ipynb files.")],
     json: Annotated[bool, typer.Option("--json", help="Print the hazards as JSON.")] = False,
 ) -> int:
-    """Report code in notebooks that would fail on other hosts or with several ranks."""
+    """Report code in notebooks that would fail on other devices or with several ranks."""
     from nbtoolkit.lint.linter import find_hazards, report
 
     hazards = {path: find_hazards(path) for path in notebooks}

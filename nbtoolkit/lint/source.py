@@ -9,19 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbtoolkit.notebooks.document import as_python, numbered, tags
+from nbtoolkit.notebooks.document import as_python, numbered
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 
 ADVICE: Mapping[str, str] = {
-    "not-python": "correct the cell",
-    "no-parameters": "give the cell with the settings the tag 'parameters' "
-    "(in JupyterLab: the gear at the right, Cell Tags)",
-    "two-parameters": "keep one such cell, and remove the tag from the others",
-    "undefined-name": "define it in this cell or one above",
-    "out-of-order": "restart the kernel, run all cells, and save",
     "device-in-kernel": "move it into the function that is launched, with ctx.device; "
     "nb.detect_hardware() lists the devices without using them",
     "fixed-device": "use ctx.device, or let ctx.prepare or nb.fit place it",
@@ -29,10 +23,6 @@ ADVICE: Mapping[str, str] = {
     "unguarded-write": "put it under `if ctx.is_main:`, or put ctx.rank into the file's name; "
     "ctx.save and ctx.log need no `if`",
     "lone-collective": "move it out of the `if`, so that all ranks make this call",
-    "unseeded-split": "give it a seed; nb.make_folds has one, and keeps the split with the results",
-    "absolute-path": "make it a parameter, a path relative to the notebook, or a path below "
-    "nb.detect_host().input, .working or .scratch",
-    "unknown-ignore": "write the code of the hazard: # nb: ignore[unseeded-split]",
 }
 """Code of each hazard, and the advice for hazards without advice of their own."""
 
@@ -44,9 +34,9 @@ class Hazard:
     code: str
     """A key of :data:`ADVICE`, as in ``# nb: ignore[...]``."""
     cell: int
-    """Number of the code cell, from 1; 0: the whole notebook."""
+    """Number of the code cell, from 1."""
     line: int
-    """Line in the cell, from 1; 0: no particular line."""
+    """Line in the cell, from 1."""
     what: str
     """What is wrong."""
     do: str
@@ -58,12 +48,11 @@ class Hazard:
         Args:
             notebook: the notebook's name.
         """
-        place = f", cell {self.cell}" if self.cell else ""
-        place += f", line {self.line}" if self.line else ""
-        return f"{notebook}{place}: {self.code}: {self.what}\n  Do now:  {self.do}"
+        place = f"{notebook}, cell {self.cell}, line {self.line}"
+        return f"{place}: {self.code}: {self.what}\n  Do now:  {self.do}"
 
 
-def hazard(code: str, what: str, *, cell: int = 0, line: int = 0, do: str = "") -> Hazard:
+def hazard(code: str, what: str, *, cell: int, line: int, do: str = "") -> Hazard:
     """Make a hazard; ``do`` defaults to the advice for its code."""
     return Hazard(code=code, cell=cell, line=line, what=what, do=do or ADVICE[code])
 
@@ -174,12 +163,6 @@ class Cell:
     """Position among the code cells, from 1."""
     tree: ast.Module
     """The code; empty if it is not Python."""
-    error: SyntaxError | None
-    """Why the code is not Python."""
-    is_parameters: bool
-    """Whether the cell has the tag ``parameters``."""
-    execution_count: int | None
-    """The stored execution count."""
     ignored: dict[int, list[str]]
     """Line -> the codes that a comment on it, or alone above it, allows."""
 
@@ -190,20 +173,11 @@ def read_cells(notebook: NotebookNode) -> list[Cell]:
 
 
 def _cell(number: int, node: NotebookNode) -> Cell:
-    tree, error = ast.Module([], []), None
     try:
         tree = _parse(node.source)
-    except (SyntaxError, ValueError) as invalid:
-        if "raises-exception" not in tags(node):
-            error = invalid if isinstance(invalid, SyntaxError) else SyntaxError(str(invalid))
-    return Cell(
-        number=number,
-        tree=tree,
-        error=error,
-        is_parameters="parameters" in tags(node),
-        execution_count=node.get("execution_count"),
-        ignored=dict(_ignored(node.source)),
-    )
+    except (SyntaxError, ValueError):  # `ruff check` reports it
+        tree = ast.Module([], [])
+    return Cell(number=number, tree=tree, ignored=dict(_ignored(node.source)))
 
 
 def _parse(source: str) -> ast.Module:
