@@ -31,7 +31,6 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str) -> object:
     """Import a public name on first use (PEP 562)."""
     if name not in _HOME:
-        import_module("nbtoolkit.config.aliases").refuse_old_name(f"nb.{name}")
         raise AttributeError(f"module 'nbtoolkit' has no attribute {name!r}")
     if _HOME[name] == __name__:
         return import_module(f"nbtoolkit.{name}")

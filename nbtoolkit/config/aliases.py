@@ -23,39 +23,6 @@ T = TypeVar("T")
 _MIN_SIMILARITY = 0.9
 _PREFIXES = ("val", "valid", "validation", "train", "test")
 
-RENAMED = {
-    "nb.Leave": "nb.RunStopped",
-    "nb.over_all": "nb.epoch_metric",
-    "ctx.check": "ctx.raise_if_stopped",
-    "ctx.leaving": "ctx.should_stop",
-    "ctx.long": "ctx.pause_hang_detection",
-    "ctx.news": "ctx.stop_requested",
-    "ctx.note": "ctx.message",
-    "budget.keep_back": "budget.reserve_for_refit",
-    "optim.floor": "optim.min_lr_ratio",
-    "optim.warmup": "optim.warmup_ratio",
-    "runtime.reserve": "runtime.shutdown_margin",
-    "study.value": "study.trial_value",
-    "tracking.samples": "tracking.record_samples",
-    "train.accumulate": "train.gradient_accumulation_steps",
-    "train.average": "train.weight_averaging",
-    "train.clip_norm": "train.max_grad_norm",
-    "train.patience": "train.early_stopping_patience",
-    "train.workers": "train.num_workers",
-}
-"""Public names and settings of version 0.1 -> their names in version 0.2, which rejects the old."""
-
-
-def refuse_old_name(name: str) -> None:
-    """Raise an AttributeError that gives the new name if ``name`` is a name of version 0.1."""
-    if name in RENAMED:
-        raise AttributeError(new_name(name))
-
-
-def new_name(old: str) -> str:
-    """Return a sentence that gives the new name of a name or setting of version 0.1."""
-    return f"{old} is called {RENAMED[old]} since version 0.2"
-
 
 def similar_name(name: str, known: Iterable[str]) -> str | None:
     """Find the known name that ``name`` probably misspells.
@@ -339,8 +306,6 @@ class _Renamer:
         name = keys[-1]
         if dotted in self._fields:
             self._put(dotted, keys, value)
-        elif dotted in RENAMED:
-            self._refuse(keys, new_name(dotted), do="rename it")
         elif value in _NO_EFFECT.get(name, ()):
             return
         elif reason := _REFUSED.get(dotted) or _REFUSED.get(name):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from nbtoolkit.config.aliases import RENAMED, nearest, new_name
+from nbtoolkit.config.aliases import nearest
 from nbtoolkit.config.validation import fields
 from nbtoolkit.config.yaml_source import Keys, Layer, Mistake, refuse
 from nbtoolkit.errors import ConfigError, SpaceError
@@ -326,21 +326,9 @@ _NO_EFFECT = ("use_for_hpo", "save_splits", "shuffle", "use_for_final_training")
 def translate_names(layer: Layer) -> Layer:
     """Translate ``k_fold, sampling, early_termination, trials_per_gpu`` of a sweep's file.
 
-    A setting of ours in the same file takes precedence. Names of version 0.1 become mistakes that
-    give the new name.
+    A setting of ours in the same file takes precedence.
     """
     values, places, mistakes = dict(layer.values), dict(layer.places), list(layer.mistakes)
-    for old in RENAMED:
-        section, _, key = old.partition(".")
-        inner = values.get(section)
-        if not key and section in values:
-            del values[section]
-        elif key and isinstance(inner, Mapping) and key in inner:
-            values[section] = {name: value for name, value in inner.items() if name != key}
-        else:
-            continue
-        place = places.get((section, key) if key else (section,), old)
-        mistakes.append(Mistake(place=place, what=new_name(old), do="rename it"))
     for name, (translate, hint) in _TRANSLATORS.items():
         if name not in values:
             continue

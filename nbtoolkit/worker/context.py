@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
-from nbtoolkit.config.aliases import refuse_old_name
 from nbtoolkit.config.reads import mark_used
 from nbtoolkit.config.unused import unread_names, unread_settings, unused_names, unused_settings
 from nbtoolkit.environment.deadline import on_monotonic_clock
@@ -85,13 +84,6 @@ class RunContext:
         self._first_step: FirstStep | None = None
         self._draws: RankDraws | None = None
         self._loaders: UndividedLoaders | None = None
-
-    if not TYPE_CHECKING:  # else type checkers would accept any attribute
-
-        def __getattr__(self, name: str) -> NoReturn:
-            """Refuse an unknown name; the error gives the new name of one of version 0.1."""
-            refuse_old_name(f"ctx.{name}")
-            raise AttributeError(f"the run context has no attribute {name!r}")
 
     @property
     def rank(self) -> int:

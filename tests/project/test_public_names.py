@@ -8,15 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 import pytest
 from kernels import SECONDS
 
 import nbtoolkit
-from nbtoolkit.config.aliases import RENAMED
-from nbtoolkit.study.sweep_config import load_sweep_config
 
 HEAVY = ("torch", "mlflow", "optuna", "accelerate", "ipywidgets", "pydantic", "numpy", "yaml")
 
@@ -37,36 +34,6 @@ def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse(Path(nbtoolkit.__file__).with_suffix(".pyi").read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert {name.asname: node.module for node in imports for name in node.names} == nbtoolkit._HOME
-
-
-@pytest.mark.parametrize("old", [old for old in RENAMED if old.startswith(("nb.", "ctx."))])
-def test_a_name_of_the_first_version_is_refused_with_the_new_one(old: str) -> None:
-    place, _, name = old.partition(".")
-    holder: Any = {"nb": nbtoolkit, "ctx": object.__new__(nbtoolkit.RunContext)}[place]
-    with pytest.raises(AttributeError, match=f"{old} is called {RENAMED[old]} since version 0.2"):
-        getattr(holder, name)
-    new = RENAMED[old].partition(".")[2]
-    assert hasattr({"nb": nbtoolkit, "ctx": nbtoolkit.RunContext}[place], new)
-
-
-@pytest.mark.parametrize("old", [old for old in RENAMED if not old.startswith(("nb.", "ctx."))])
-def test_a_setting_of_the_first_version_is_refused_with_the_new_name(
-    old: str, tmp_path: Path
-) -> None:
-    section, _, key = old.partition(".")
-    written = f"{section}: {{{key}: 1}}" if key else f"{section}: 1"
-    match = (
-        rf"settings.yaml:\d+.*{old} is called {RENAMED[old]} since version 0.2\n(.*\n)*.*rename it"
-    )
-    file = tmp_path / "settings.yaml"
-    if section in ("budget", "study", "repeat_top"):
-        file.write_text(f"{written}\nspace: {{optim.lr: {{type: float, low: 0.1, high: 1}}}}\n")
-        with pytest.raises(nbtoolkit.errors.SpaceError, match=match):
-            load_sweep_config(file, nbtoolkit.Config())
-    else:
-        file.write_text(f"{written}\n")
-        with pytest.raises(nbtoolkit.errors.ConfigError, match=match):
-            nbtoolkit.load_config(file, env=None)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -1,4 +1,4 @@
-"""The file of a study: written, read meanwhile, cut off, damaged, and of version 0.1."""
+"""The file of a study: written, read meanwhile, cut off, damaged, and in SQLite."""
 
 from __future__ import annotations
 
