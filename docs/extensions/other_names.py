@@ -49,17 +49,10 @@ def accepted() -> Iterator[tuple[str, ...]]:
         yield code(name), f":confval:`{ours}`"
 
 
-def ignored() -> Iterator[tuple[str, ...]]:
-    """Names with values that describe what happens anyway."""
-    for name, values in sorted(aliases._NO_EFFECT.items()):
-        yield code(name), ", ".join(code(value) for value in values)
-
-
 def values() -> Iterator[tuple[str, ...]]:
     """Values that are read as ours, and those that are refused."""
-    for setting, renamed in sorted(aliases._VALUES.items()):
-        for value, ours in renamed.items():
-            yield f":confval:`{setting}`", code(value), f"means {code(ours)}"
+    for mode, ours in sorted(aliases._MODES.items()):
+        yield ":confval:`distributed.strategy`", code(mode), f"means {code(ours)}"
     for setting, reasons in sorted(aliases._REFUSED_VALUES.items()):
         for value, reason in reasons.items():
             yield f":confval:`{setting}`", code(value), f"refused: {reason}"
@@ -67,6 +60,8 @@ def values() -> Iterator[tuple[str, ...]]:
 
 def refused() -> Iterator[tuple[str, ...]]:
     """Names that are refused, why, and what to do."""
+    for name, ours in sorted(aliases._NAMED_HERE.items()):
+        yield code(name), "is another tool's name of a setting", f"set :confval:`{ours}`"
     for name, (why, instead) in sorted(aliases._REFUSED.items()):
         yield code(name), why, instead.replace("*", r"\*")
 
@@ -78,7 +73,6 @@ def code(value: object) -> str:
 
 TABLES = {
     "accepted": (("name in another launcher", "setting of nbtoolkit"), accepted),
-    "ignored": (("name", "value that is accepted, and has no effect"), ignored),
     "values": (("setting", "value in another launcher", "in nbtoolkit"), values),
     "refused": (("name", "why", "what to do"), refused),
 }

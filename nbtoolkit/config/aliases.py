@@ -1,7 +1,7 @@
-"""Map the setting names of other launchers to nbtoolkit's, and list the names it rejects.
+"""Map a few setting names of other launchers to nbtoolkit's, and list the names it rejects.
 
-`canonical` renames the settings of a layer before they are checked. A file written for another tool
-then either works, or an error explains each name that does not.
+`canonical` renames the settings of a layer before they are checked. An error explains each name of
+another tool that is not accepted.
 """
 
 from __future__ import annotations
@@ -69,37 +69,52 @@ def _without_prefix(name: str) -> str:
 FREE = ("model", "data")
 """Sections for the user's own settings: they are neither renamed nor checked."""
 
-# Our name -> other tools' names for it; valid in every checked section and at the top level.
-_OTHER_NAMES = {
-    "checkpoint.every_epochs": "checkpoint_frequency",
-    "distributed.backend": "communication_backend multi_gpu_backend",
-    "distributed.bucket_cap_mb": "multi_gpu_bucket_cap_mb",
-    "distributed.device_ids": "multi_gpu_device_ids",
-    "distributed.enabled": "enable_multi_gpu",
-    "distributed.find_unused_parameters": "multi_gpu_find_unused_parameters",
-    "distributed.port": "master_port",
-    "distributed.static_graph": "multi_gpu_static_graph",
-    "distributed.strategy": "mode multi_gpu_mode",
-    "distributed.sync_batchnorm": "sync_bn",
-    "distributed.timeout": "timeout_seconds",
-    "distributed.world_size": "num_gpus num_processes gpus_per_node num_gpus_per_node",
-    "optim.lr": "learning_rate",
-    "tracking.device_metrics": "enable_multi_gpu_monitoring",
-    "tracking.experiment": "mlflow_experiment",
-    "tracking.mlflow": "mlflow_tracking",
-    "train.batch_size": "global_batch_size",
-    "train.batch_size_per_device": "per_device_batch_size per_device_train_batch_size "
-    "batch_size_per_gpu",
-    "train.epochs": "num_epochs",
-    "train.gradient_accumulation_steps": "grad_accumulation grad_accum_steps "
-    "accumulate_grad_batches",
-    "train.max_grad_norm": "gradient_clipping",
-    "train.precision": "fp16 bf16 mixed_precision",
+# Accepted in every checked section and at the top level.
+_ALIASES = {
+    "enable_multi_gpu": "distributed.enabled",
+    "grad_accum_steps": "train.gradient_accumulation_steps",
+    "grad_accumulation": "train.gradient_accumulation_steps",
+    "mode": "distributed.strategy",
+    "multi_gpu_backend": "distributed.backend",
+    "multi_gpu_bucket_cap_mb": "distributed.bucket_cap_mb",
+    "multi_gpu_device_ids": "distributed.device_ids",
+    "multi_gpu_find_unused_parameters": "distributed.find_unused_parameters",
+    "multi_gpu_mode": "distributed.strategy",
+    "multi_gpu_static_graph": "distributed.static_graph",
+    "num_gpus": "distributed.world_size",
+    "sync_bn": "distributed.sync_batchnorm",
 }
-_ALIASES = {other: name for name, others in _OTHER_NAMES.items() for other in others.split()}
+
+# Other tools' names of our settings: rejected with our name.
+_NAMED_HERE = {
+    "accumulate_grad_batches": "train.gradient_accumulation_steps",
+    "batch_size_per_gpu": "train.batch_size_per_device",
+    "bf16": "train.precision",
+    "checkpoint_frequency": "checkpoint.every_epochs",
+    "communication_backend": "distributed.backend",
+    "enable_multi_gpu_monitoring": "tracking.device_metrics",
+    "fp16": "train.precision",
+    "global_batch_size": "train.batch_size",
+    "gpus_per_node": "distributed.world_size",
+    "gradient_clipping": "train.max_grad_norm",
+    "learning_rate": "optim.lr",
+    "master_port": "distributed.port",
+    "mixed_precision": "train.precision",
+    "mlflow_experiment": "tracking.experiment",
+    "mlflow_tracking": "tracking.mlflow",
+    "num_epochs": "train.epochs",
+    "num_gpus_per_node": "distributed.world_size",
+    "num_processes": "distributed.world_size",
+    "per_device_batch_size": "train.batch_size_per_device",
+    "per_device_train_batch_size": "train.batch_size_per_device",
+    "timeout_seconds": "distributed.timeout",
+}
 
 # The argument `processes` in accelerate, torch.multiprocessing.spawn and torchrun.
-_PROCESSES = {*_OTHER_NAMES["distributed.world_size"].split(), "nprocs", "nproc_per_node"}
+_PROCESSES = {
+    *("num_processes", "nprocs", "nproc_per_node"),
+    *("num_gpus", "gpus_per_node", "num_gpus_per_node"),
+}
 
 
 def refuse_other_launchers_names(function: Callable[P, T]) -> Callable[P, T]:
@@ -132,16 +147,6 @@ _OPTIMIZER_ARGUMENTS = """
 alpha amsgrad betas centered dampening eps fused initial_accumulator_value lr_decay maximize
 momentum_decay nesterov rho
 """
-
-# Names that are accepted with these values, which describe what nbtoolkit does anyway.
-_NO_EFFECT: dict[str, tuple[object, ...]] = {
-    "init_method": ("env://",),
-    "num_nodes": (1,),
-    "master_addr": ("localhost", "127.0.0.1"),
-    "enable_gradient_synchronization": (True,),
-    "resume_from_checkpoint": (True,),
-    "auto_resume": (True,),
-}
 
 _REMOVE = "remove it"
 _SEVERAL_NODES = (
@@ -208,19 +213,13 @@ _REFUSED = {name: (why, do) for names, why, do in _REFUSALS for name in names.sp
 
 _CHOICES = ("train.precision", "distributed.strategy", "distributed.backend")
 
-# Values of other tools -> ours.
-_VALUES: dict[str, dict[object, str]] = {
-    "train.precision": {True: "auto", False: "fp32", "no": "fp32"},
-    "distributed.strategy": {
-        "none": "single",
-        "distributed": "ddp",
-        "hybrid": "pipeline",
-        "pytorch-ddp": "ddp",
-        "fsdp2": "fsdp",
-        "fully_shard": "fsdp",
-        "dataparallel": "dp",
-        "data_parallel": "dp",
-    },
+# Modes of other tools -> our strategies.
+_MODES = {
+    "none": "single",
+    "distributed": "ddp",
+    "hybrid": "pipeline",
+    "dataparallel": "dp",
+    "data_parallel": "dp",
 }
 
 _HOROVOD = "Horovod's last release is of 2023; the strategy ddp also averages the gradients"
@@ -235,6 +234,7 @@ _REFUSED_VALUES = {
         "tensorflow": "set distributed.backend: tensorflow instead",
     },
     "distributed.backend": {
+        "pytorch-ddp": "set distributed.strategy: ddp instead",
         "mpi": "torch has it only when built from source with MPI",
         "horovod": _HOROVOD,
         "ray": _RAY,
@@ -264,7 +264,8 @@ def nearest(dotted: str, known: Iterable[str]) -> str:
     section, last = dotted.rpartition(".")[0], dotted.rpartition(".")[2].lower()
     if section in ("", "optim") and last in _OPTIMIZER_ARGUMENTS.split():
         return f"optim.options.{last}"
-    names = {f"{section}.{alias}".lstrip("."): name for alias, name in _ALIASES.items()}
+    others = {**_ALIASES, **_NAMED_HERE}
+    names = {f"{section}.{other}".lstrip("."): name for other, name in others.items()}
     names.update({name: name for name in known})
     by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
     if last in by_last:
@@ -306,19 +307,19 @@ class _Renamer:
         name = keys[-1]
         if dotted in self._fields:
             self._put(dotted, keys, value)
-        elif value in _NO_EFFECT.get(name, ()):
-            return
         elif reason := _REFUSED.get(dotted) or _REFUSED.get(name):
             self._refuse(keys, f"'{dotted}' {reason[0]}", do=reason[1])
         elif name in _ALIASES:
-            is_switch = value is True and name in ("fp16", "bf16")
-            self._put(_ALIASES[name], keys, name if is_switch else value)
+            self._put(_ALIASES[name], keys, value)
+        elif name in _NAMED_HERE:
+            what = f"'{dotted}' is another tool's name of {_NAMED_HERE[name]}"
+            self._refuse(keys, what, do=f"set {_NAMED_HERE[name]}")
         else:
             # Unknown; validation reports it with the other unknown names.
             self._put(dotted, keys, value)
 
     def _put(self, dotted: str, keys: Keys, value: object) -> None:
-        dotted, value = _our_value(dotted, value)
+        value = _our_value(dotted, value)
         reasons = _REFUSED_VALUES.get(dotted, {})
         if isinstance(value, str) and value in reasons:
             what = f"{dotted}: {value!r} is refused: {reasons[value]}"
@@ -329,7 +330,7 @@ class _Renamer:
         if target not in self.places:
             section[target[-1]] = value
             self.places[target] = self._place(keys)
-        elif section[target[-1]] != value:  # num_gpus: 2 and gpus_per_node: 2 agree
+        elif section[target[-1]] != value:
             what = f"'{'.'.join(keys)}' sets {dotted}, which {self.places[target]} sets already"
             self._refuse(keys, what, do="keep one of them")
 
@@ -340,11 +341,9 @@ class _Renamer:
         return self._layer.places.get(keys, ".".join(keys))
 
 
-def _our_value(dotted: str, value: object) -> tuple[str, object]:
-    """Translate other tools' values to ours; the values of choices become lower-case."""
-    if dotted in _CHOICES and isinstance(value, (str, bool)):
-        value = value.lower() if isinstance(value, str) else value
-        value = _VALUES.get(dotted, {}).get(value, value)
-        if (dotted, value) == ("distributed.backend", "pytorch-ddp"):
-            return "distributed.strategy", "ddp"
-    return dotted, value
+def _our_value(dotted: str, value: object) -> object:
+    """Return a strategy, backend or precision in lower case, and our strategy for a mode."""
+    if not isinstance(value, str) or dotted not in _CHOICES:
+        return value
+    value = value.lower()
+    return _MODES.get(value, value) if dotted == "distributed.strategy" else value
