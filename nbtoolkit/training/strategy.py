@@ -186,8 +186,9 @@ def make_strategy(ctx: RunContext, config: Config) -> Strategy:
     name = ctx.plan.strategy
     if name not in OWN_MODULE:
         return Strategy(ctx, config)
+    place = "nbtoolkit.training" if name == "fsdp" else "nbtoolkit.training.strategies"
     try:
-        module = importlib.import_module(f"nbtoolkit.training.strategies.{name}")
+        module = importlib.import_module(f"{place}.{name}")
     except ModuleNotFoundError as error:
         raise FitError(
             f"the plan's strategy is {name}, and this installation is without {error.name}",

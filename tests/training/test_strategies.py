@@ -25,7 +25,7 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.integrations.support import check_strategy
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
 from nbtoolkit.search.slots import make_slots
-from nbtoolkit.training.strategies.fsdp import prepare_optimizer
+from nbtoolkit.training.fsdp import prepare_optimizer
 from nbtoolkit.training.strategy import make_strategy
 from nbtoolkit.worker.context import RunContext
 
@@ -546,7 +546,7 @@ def test_without_deepspeed_the_install_line_is_named(
 def test_an_installation_without_the_folder_names_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "nbtoolkit.training.strategies.fsdp", None)
+    monkeypatch.setitem(sys.modules, "nbtoolkit.training.fsdp", None)
     ctx = Run(tmp_path / "run").context(configured())
     ctx.plan = replace(ctx.plan, strategy="fsdp")
     with pytest.raises(FitError, match=r"strategy is fsdp, and this installation is without"):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import FitError, MissingExtra, PlanError
 from nbtoolkit.training.model import autocast, autocasting, broadcast_buffers
-from nbtoolkit.training.strategies.fsdp import forward_only
+from nbtoolkit.training.fsdp import forward_only
 from nbtoolkit.training.strategies.zero_optimizer import ZeroOptimizer, check_optimizer
 from nbtoolkit.training.strategy import Strategy
 
