@@ -9,7 +9,7 @@
 #   make test-integrations  the tests of other frameworks, where all of them are installed (minutes, 2 GB;
 #                 7 GB with a CPU build of torch)
 #   make test-cluster  scripts and jobs for several machines, on a Slurm (root) and a Ray of two nodes,
-#                 that it starts here, and DeepSpeed (half an hour, 1 GB)
+#                 that it starts here (half an hour, 1 GB)
 #   make test-browser  a person's sessions with the panel, in JupyterLab and Notebook 7 (minutes)
 #   make screenshots   the pictures of docs/panel.md
 #   make docs     build the documentation site into build/docs, and check its links and entries

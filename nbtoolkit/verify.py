@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.errors import NbtoolkitError, WorkerDied
-from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
-from nbtoolkit.run.checkpoints.weights import find_weights, read_weights
+from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint, read_state
+from nbtoolkit.run.checkpoints.weights import find_weights
 from nbtoolkit.run.events import EventReader, MetricsLogged, MetricsReported
 from nbtoolkit.run.paths import read_json
 from nbtoolkit.training.loading.sampler import read_samples
@@ -347,7 +347,7 @@ def _weight_difference(run: RunResult, other: RunResult) -> float | None:
     path, other_path = (find_weights(each.paths.folder, "last") for each in (run, other))
     if path is None or other_path is None:
         return None
-    tensors, others = (dict(_tensors(read_weights(each))) for each in (path, other_path))
+    tensors, others = (dict(_tensors(read_state(each))) for each in (path, other_path))
     if tensors.keys() != others.keys():
         return math.inf
     return max((_distance(tensors[name], others[name]) for name in tensors), default=0.0)

@@ -40,7 +40,6 @@ from nbtoolkit.archive.file_rules import (
 )
 from nbtoolkit.run.attempts import completed, kind_of, opening_event, readable_last_event
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore, StoredCheckpoint
-from nbtoolkit.run.checkpoints.shards import FOLDER
 from nbtoolkit.run.events import EventReader, TrialChanged
 from nbtoolkit.run.paths import RunPaths
 
@@ -372,8 +371,7 @@ def _is_whole(checkpoint: StoredCheckpoint) -> bool:
     """Whether its files have the sizes in its manifest; it does not compute their digests."""
     try:
         return all(
-            "/" not in name.removeprefix(f"{FOLDER}/")
-            and (checkpoint.folder / name).stat().st_size == file["bytes"]
+            "/" not in name and (checkpoint.folder / name).stat().st_size == file["bytes"]
             for name, file in checkpoint.files.items()
         )
     except (OSError, LookupError, TypeError, AttributeError):  # gone, or damaged

@@ -154,6 +154,8 @@ _SEVERAL_NODES = (
 )
 _RELAUNCH = "call nb.launch again: it resumes the unfinished run"
 
+_RECIPES = "docs/own-loop/pipeline.md"
+
 # Names that are rejected, why, and what to do instead.
 _REFUSALS = (
     ("rank local_rank node_rank", "is set by the launcher for each process", _REMOVE),
@@ -173,13 +175,18 @@ _REFUSALS = (
     ),
     (
         "deepspeed_config",
-        "is DeepSpeed's own file, which nbtoolkit writes itself",
-        "set distributed.strategy: deepspeed, distributed.zero_stage and distributed.offload",
+        "is DeepSpeed's own file; nbtoolkit trains as ZeRO does with torch's fsdp",
+        "set distributed.zero_stage and distributed.offload",
     ),
     (
         "enable_hybrid hybrid_strategy",
         "belongs to a hybrid mode (which divides the model over devices)",
-        "set distributed.strategy: pipeline",
+        "set distributed.strategy: hybrid",
+    ),
+    (
+        "local_sgd_steps",
+        "belongs to local SGD, which is a loop of your own here",
+        f"write that loop (see {_RECIPES}), or set distributed.compression: powersgd",
     ),
     ("enable_gradient_synchronization", "cannot be off: DDP always does it", _REMOVE),
     (
@@ -217,7 +224,6 @@ _CHOICES = ("train.precision", "distributed.strategy", "distributed.backend")
 _MODES = {
     "none": "single",
     "distributed": "ddp",
-    "hybrid": "pipeline",
     "dataparallel": "dp",
     "data_parallel": "dp",
 }
@@ -228,7 +234,8 @@ _RAY = 'it is not a strategy or backend; for a Ray cluster, pass where="ray" to 
 # Rejected values and the reason.
 _REFUSED_VALUES = {
     "distributed.strategy": {
-        "local_sgd": "local SGD has its own setting, such as distributed.local_sgd_steps: 8",
+        "pipeline": f"a pipeline is a loop of your own, see {_RECIPES}",
+        "local_sgd": f"local SGD is a loop of your own, see {_RECIPES}",
         "ray": _RAY,
         "horovod": _HOROVOD,
         "tensorflow": "set distributed.backend: tensorflow instead",

@@ -162,6 +162,10 @@ class Train(Section):
     """An overflow multiplies the loss scale by this factor."""
 
 
+SHARDED = ("fsdp", "deepspeed", "hybrid")
+"""Names of strategies that train with torch's FSDP."""
+
+
 class Distributed(Section):
     """Number of ranks, their devices, and how they communicate."""
 
@@ -169,22 +173,23 @@ class Distributed(Section):
     """Whether to use several ranks. `auto`: yes, if there are two or more equal, usable GPUs, or if
     `world_size` or `strategy` asks for several ranks. true: yes, even on the CPU. false: no, one
     process."""
-    strategy: Literal[
-        "auto", "single", "ddp", "fsdp", "deepspeed", "pipeline", "dp", "measured"
-    ] = "auto"
+    strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed", "hybrid", "dp", "measured"] = (
+        "auto"
+    )
     """How the ranks divide the model and the work. `single`: one process. `ddp`:
     DistributedDataParallel. `fsdp`: each rank keeps a part of the weights, gradients and optimizer
-    state. `deepspeed`: similar, with DeepSpeed's ZeRO (see `zero_stage`). `pipeline`: each rank has
-    some of the layers of an `nn.Sequential`. `dp`: DataParallel, one process on several GPUs.
-    `auto`: the fastest strategy that `nb.calibrate` has measured, otherwise `ddp`, or `single` on
-    one device. `measured`: like `auto`, but a launch without a calibration raises an error."""
-    zero_stage: Literal[1, 2, 3] = 2
-    """With `deepspeed`: what is divided among the ranks. 1: the optimizer state. 2: also the
-    gradients. 3: also the weights."""
+    state. `deepspeed`: the same, with `zero_stage: 2`. `hybrid`: from four devices on, two groups
+    of ranks, with `fsdp` in each group. `dp`: DataParallel, one process on several GPUs. `auto`:
+    the fastest strategy that `nb.calibrate` has measured, otherwise `ddp`, or `single` on one
+    device. `measured`: like `auto`, but a launch without a calibration raises an error."""
+    zero_stage: Literal[1, 2, 3] | None = None
+    """With `fsdp`: how long a rank keeps the weights that it has gathered. 2: from the forward to
+    the end of the backward pass. 3: for one layer at a time. 1 means 2. null: 3, with `deepspeed`
+    2. With `strategy: auto`, a number means `fsdp`."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """With `deepspeed`: what is kept in CPU memory. `optimizer`: the optimizer state and the
-    gradients; the optimizer step then runs on the CPU. `all`: also the weights; this needs
-    `zero_stage: 3`."""
+    """With `fsdp`, on GPUs: whether the weights, gradients and optimizer state of a rank are in CPU
+    memory, where the optimizer's step then runs. `optimizer` means `all`. With `strategy: auto`,
+    these two mean `fsdp`."""
     world_size: Auto | Count = "auto"
     """The number of ranks. `auto`: one per usable GPU of the best model, or one on the CPU. The
     argument `processes` of `nb.launch` overrides this setting."""
@@ -219,10 +224,22 @@ class Distributed(Section):
     powersgd_rank: Count = 1
     """With `powersgd`: the rank of the matrices that approximate the gradients. The compression
     starts after a tenth of all steps, or after 1000 steps if that is sooner."""
-    local_sgd_steps: Count | None = None
-    """Each rank makes its own optimizer steps. After this number of steps, and after each epoch,
-    the ranks average their weights. This is faster over slow connections, but not exact. null: the
-    ranks average their gradients in every step."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank of several has only a part of the model's weights and optimizer state."""
+        return bool(self.sharded_by)
+
+    @property
+    def sharded_by(self) -> str:
+        """The setting that asks for it, with its value; empty: none does."""
+        if self.strategy in SHARDED:
+            return f"distributed.strategy: {self.strategy}"
+        if self.strategy != "auto":
+            return ""
+        if self.zero_stage is not None:
+            return f"distributed.zero_stage: {self.zero_stage}"
+        return "" if self.offload == "none" else f"distributed.offload: {self.offload}"
 
 
 class Checkpoint(Section):
@@ -238,11 +255,6 @@ class Checkpoint(Section):
     """Also write a checkpoint every `every_steps` optimizer steps."""
     keep_last: Count = 2
     """The number of newest checkpoints to keep. The weights of the best epoch are kept, too."""
-    format: Literal["auto", "whole", "sharded"] = "auto"
-    """Who writes a checkpoint. `whole`: rank 0 gathers and writes everything. `sharded`: each rank
-    writes its part; this needs `distributed.strategy: fsdp` and torch 2.8 or newer. `auto`:
-    `sharded` for `fsdp` and checkpoints of 1 GB or more, otherwise `whole`. Every strategy loads
-    both formats."""
     monitor: Text | None = None
     """The metric that decides which epoch is best. null: `val_loss`. Without validation data, null
     means that no epoch counts as best; early stopping and `optim.schedule: plateau` then use

@@ -81,67 +81,39 @@ def _batch_conflicts(config: Config) -> Iterator[Conflict]:
         )
 
 
-SHARDED = ("fsdp", "deepspeed", "pipeline")
-"""Strategies under which a rank does not have all of a model's weights and optimizer state."""
-
+# Settings that belong to DDP, or that were not made for copied or sharded models.
+_NOT_WITH_DATA_PARALLEL = ("train.compile", "train.activation_checkpointing")
 _NOT_WITH_SHARDS = (
     "distributed.compression",
     "distributed.find_unused_parameters",
     "distributed.static_graph",
-    "distributed.local_sgd_steps",
     "train.compile",
     "train.weight_averaging",
 )
-# Settings that belong to DDP, or that were not made for copied or sharded models.
-_NOT_WITH_STRATEGY = {
-    "dp": ("train.compile", "train.activation_checkpointing"),
-    "fsdp": _NOT_WITH_SHARDS,
-    "deepspeed": _NOT_WITH_SHARDS,
-    "pipeline": (
-        "distributed.compression",
-        "distributed.find_unused_parameters",
-        "distributed.static_graph",
-        "distributed.local_sgd_steps",
-        "distributed.sync_batchnorm",
-        "train.channels_last",
-        "train.compile",
-        "train.weight_averaging",
-    ),
-}
-_NOT_WITH_LOCAL_SGD = ("distributed.compression", "train.weight_averaging")
 
 
 def _rank_conflicts(config: Config) -> Iterator[Conflict]:
     ranks, size_name = config.distributed, "distributed.world_size"
     enabled, strategy = "distributed.enabled", "distributed.strategy"
-    local_sgd = "distributed.local_sgd_steps"
     size = 0 if ranks.world_size == "auto" else ranks.world_size
     if ranks.enabled is False and size > 1:
         yield _clash(config, size_name, enabled)
     if ranks.strategy in ("single", "dp") and size > 1:
         yield _clash(config, size_name, strategy)
-    if ranks.enabled is False and ranks.strategy in ("ddp", *SHARDED, "dp"):
-        yield _clash(config, strategy, enabled)
-    for name in _NOT_WITH_STRATEGY.get(ranks.strategy, ()):
+    asking = ranks.sharded_by.partition(":")[0] or strategy
+    if ranks.enabled is False and (ranks.strategy in ("ddp", "dp") or ranks.is_sharded):
+        yield _clash(config, asking, enabled)
+    refused = _NOT_WITH_DATA_PARALLEL if ranks.strategy == "dp" else ()
+    for name in _NOT_WITH_SHARDS if ranks.is_sharded else refused:
         if _value(config, name) not in (None, False, "none"):
-            yield _clash(config, strategy, name, "remove one of them, or set strategy: ddp")
-    if ranks.local_sgd_steps is not None and ranks.strategy not in SHARDED:
-        for name in _NOT_WITH_LOCAL_SGD:
-            if _value(config, name) != "none":
-                yield _clash(config, local_sgd, name)
-    if ranks.backend == "tensorflow":  # it trains in its own way
-        if ranks.strategy in SHARDED:
-            yield _clash(config, strategy, "distributed.backend")
-        elif ranks.local_sgd_steps:
-            yield _clash(config, local_sgd, "distributed.backend")
-    if ranks.strategy != "deepspeed":
+            do = "remove one of them, or set strategy: ddp"
+            yield _clash(config, asking, name, do)
+    if ranks.backend == "tensorflow" and ranks.is_sharded:  # it trains in its own way
+        yield _clash(config, asking, "distributed.backend")
+    if not ranks.is_sharded:
         for name in ("zero_stage", "offload"):
-            if getattr(ranks, name) != type(ranks).model_fields[name].default:
-                yield _clash(config, f"distributed.{name}", strategy, "set strategy: deepspeed")
-    elif config.checkpoint.format == "sharded":
-        yield _clash(config, strategy, "checkpoint.format", "set checkpoint.format: whole")
-    elif ranks.offload == "all" and ranks.zero_stage != 3:
-        yield _clash(config, "distributed.offload", "distributed.zero_stage", "set zero_stage: 3")
+            if getattr(ranks, name) not in (None, "none"):
+                yield _clash(config, f"distributed.{name}", strategy, "set strategy: fsdp")
     if ranks.device_ids and size > len(ranks.device_ids):
         what = f"{size_name}: {size} ranks on {len(ranks.device_ids)} device_ids"
         yield Conflict(what, "name one device per rank", (size_name, "distributed.device_ids"))

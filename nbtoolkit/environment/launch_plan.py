@@ -70,9 +70,7 @@ PLAN_VARIABLE = "NBTOOLKIT_PLAN"
 
 Start = Literal["forkserver", "inline"]
 Precision = Literal["fp32", "fp16", "bf16"]
-Strategy = Literal[
-    "single", "ddp", "fsdp", "deepspeed", "local_sgd", "pipeline", "dp", "tensorflow"
-]
+Strategy = Literal["single", "ddp", "fsdp", "dp", "tensorflow"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +88,13 @@ class LaunchPlan:
     """The names of the devices."""
     strategy: Strategy = "single"
     """How the ranks divide the model and the work. One rank has ``single``, or ``dp``, which is
-    DataParallel: one process on several devices. Several ranks have ``ddp``, ``fsdp``,
-    ``deepspeed``, ``local_sgd`` or ``pipeline``. ``tensorflow`` is TensorFlow's own strategy, for
-    one rank or several."""
+    DataParallel: one process on several devices. Several ranks have ``ddp`` or ``fsdp``.
+    ``tensorflow`` is TensorFlow's own strategy, for one rank or several."""
     backend: Literal["nccl", "gloo"] | None = None
     """Communication backend of the ranks; None for one process."""
     precision: Precision = "fp32"
     global_batch_size: int
-    """Samples per optimizer step, ``batch_size_per_device * data_ranks * accumulate``."""
+    """Samples per optimizer step, ``batch_size_per_device * processes * accumulate``."""
     batch_size_per_device: int
     """Samples in one rank's forward pass."""
     accumulate: int = 1
@@ -120,19 +117,19 @@ class LaunchPlan:
     """The timeout of a collective operation, in seconds."""
     ddp: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Arguments for DistributedDataParallel."""
+    fsdp: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """How fsdp divides a model: ``reshard_after_forward`` (the weights are divided again between
+    the forward and the backward pass), ``offload`` (the parts are in CPU memory), and ``replicas``
+    (groups of ranks that each have the whole model)."""
     one_device_speed: float | None = None
     """Samples per second of one process on one device, as an earlier calibration measured them;
     None if there is no such calibration."""
     reasons: tuple[str, ...] = ()
     """The reason for each decision."""
 
-    @property
-    def data_ranks(self) -> int:
-        """The number of ranks that train on different samples; 1 in a pipeline."""
-        return 1 if self.strategy == "pipeline" else self.processes
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "ddp", MappingProxyType(dict(self.ddp)))
+        object.__setattr__(self, "fsdp", MappingProxyType(dict(self.fsdp)))
 
     def __reduce__(self) -> tuple[object, ...]:
         # A mapping proxy cannot be pickled; cloudpickle copies the code of a class's method.
@@ -203,7 +200,7 @@ class LaunchPlan:
         return ", ".join(counted) or "the CPU"
 
     def _repr_html_(self) -> str:
-        batch = f"{self.global_batch_size} = {self.batch_size_per_device} x {self.data_ranks}"
+        batch = f"{self.global_batch_size} = {self.batch_size_per_device} x {self.processes}"
         rows: list[tuple[str, object]] = [
             ("processes", f"{self.processes}, started by: {self.start}"),
             ("devices", self._where()),

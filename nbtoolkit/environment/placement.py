@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nbtoolkit.config.validation import SHARDED
 from nbtoolkit.environment.hardware import Device, Hardware
 from nbtoolkit.environment.launch_plan import Start, Strategy
 from nbtoolkit.errors import PlanError
@@ -151,7 +150,9 @@ def strategy_is_open(settings: Distributed, start: Start) -> bool:
     """Return True if the settings leave the strategy to nbtoolkit."""
     auto = settings.enabled == settings.world_size == "auto"
     open_strategy = settings.strategy in ("auto", "measured")
-    return auto and open_strategy and settings.backend != "tensorflow" and start != "inline"
+    if settings.is_sharded or settings.backend == "tensorflow":
+        return False
+    return auto and open_strategy and start != "inline"
 
 
 def _by_speed(
@@ -282,7 +283,7 @@ def _on_cpu(settings: Distributed, hardware: Hardware, alone: str) -> DevicePlac
         count, why = 1, alone
     elif settings.world_size != "auto":
         count, why = settings.world_size, f"distributed.world_size is {settings.world_size}"
-    elif settings.enabled is True or settings.strategy in ("ddp", *SHARDED):
+    elif settings.enabled is True or settings.strategy == "ddp" or settings.is_sharded:
         count = min(2, hardware.cpu_count)
         why = f"a group is requested; on {hardware.cpu_count} CPUs, auto means {count}"
     else:

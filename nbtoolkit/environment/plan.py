@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nbtoolkit.config.schema import ConfigLike, as_config
-from nbtoolkit.config.validation import SHARDED
 from nbtoolkit.environment.hardware import Device, Hardware
 from nbtoolkit.environment.launch_plan import (
     BatchSplit,
@@ -24,8 +23,6 @@ from nbtoolkit.host import Host
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config, Distributed
 
-# Their ranks have no common loss scale, which fp16 needs.
-_NO_LOSS_SCALE = ("deepspeed", "pipeline")
 _DDP = (
     "find_unused_parameters",
     "broadcast_buffers",
@@ -93,16 +90,14 @@ def make_plan(
     config = as_config(config)
     speed = next((item for item in evidence if isinstance(item, MeasuredSpeed)), None)
     placement = place_processes(config, host, hardware, start, speed)
-    in_pipeline = config.distributed.strategy == "pipeline"
-    data_ranks = 1 if in_pipeline else placement.processes
-    batch, lr_factor, batch_notes = _batch(config, data_ranks, placement.replicas)
+    batch, lr_factor, batch_notes = _batch(config, placement.processes, placement.replicas)
     placement, batch, fallback_notes = _apply_evidence(config, host, evidence, placement, batch)
     batch, too_large, memory_notes = _fit_memory(config, evidence, batch)
     precision, precision_note = _precision(config.train.precision, placement.devices)
-    if config.distributed.strategy in _NO_LOSS_SCALE and placement.processes > 1:
+    strategy, fsdp, strategy_notes = _strategy(config.distributed, placement)
+    if fsdp.get("offload"):
         precision, precision_note = _without_loss_scale(config, precision, precision_note)
     backend, backend_notes = _backend(config.distributed.backend, placement)
-    strategy, strategy_notes = _strategy(config, placement)
     threads, threads_note = _threads(host, hardware, placement.processes)
     restarts, restart_notes = _restarts(config.runtime.restarts, host, start)
     port, port_notes = _port(config.distributed.port, evidence, placement.processes)
@@ -126,6 +121,7 @@ def make_plan(
         port=port,
         group_timeout=float(config.distributed.timeout),
         ddp={name: getattr(config.distributed, name) for name in _DDP},
+        fsdp=fsdp,
         one_device_speed=None if speed is None else speed.speeds.get("single"),
         reasons=(
             *memory_notes,
@@ -168,77 +164,73 @@ def _batch(
     return split, factor, (f"learning rate x {factor:g}: {why}", *notes)
 
 
-def _strategy(config: Config, placement: DevicePlacement) -> tuple[Strategy, tuple[str, ...]]:
-    """Return the strategy of the placement's processes, and notes on it."""
-    settings, processes = config.distributed, placement.processes
+def _strategy(
+    settings: Distributed, placement: DevicePlacement
+) -> tuple[Strategy, dict[str, Any], tuple[str, ...]]:
+    """Return the strategy of the placement's processes, how fsdp divides a model, and notes."""
+    processes = placement.processes
     if settings.backend == "tensorflow":
-        return "tensorflow", ()
-    if settings.strategy in SHARDED and processes == 1:
-        own = settings.strategy
-        note = f"distributed.strategy is {own}, and there is one process: it trains as single"
-        return placement.strategy, (note,)
-    if settings.strategy == "fsdp":
-        return "fsdp", (
-            f"fsdp: each of {processes} ranks keeps 1/{processes} of weights, gradients and "
-            "optimizer state, and gathers the weights for validation",
-        )
-    if settings.strategy == "deepspeed":
-        return "deepspeed", (_zero(settings, processes),)
-    if settings.strategy == "pipeline":
-        return "pipeline", (
-            f"pipeline: each of {processes} ranks has a part of the layers, and passes its "
-            "activations on",
-            *_notes_on_micro_batches(config, processes),
-        )
-    every = settings.local_sgd_steps
-    if every is not None and placement.strategy == "ddp":
-        return "local_sgd", (
-            f"local SGD: the ranks average their weights every {every} steps; not exact "
-            "(distributed.local_sgd_steps)",
-        )
-    if every is not None:
-        note = "distributed.local_sgd_steps has nothing to do: one process trains"
-        return placement.strategy, (note,)
-    return placement.strategy, ()
+        return "tensorflow", {}, ()
+    if not settings.is_sharded:
+        return placement.strategy, {}, ()
+    if processes == 1:
+        note = f"{settings.sharded_by} trains as {placement.strategy}: there is one process"
+        return placement.strategy, {}, (note,)
+    stage, replicas = _zero_stage(settings), _replicas(settings, processes)
+    shards = processes // replicas
+    offload = settings.offload != "none" and bool(placement.devices)
+    fsdp = {"reshard_after_forward": stage == 3, "offload": offload, "replicas": replicas}
+    notes = [
+        f"fsdp: each of {processes} ranks keeps 1/{shards} of weights, gradients and optimizer "
+        "state, and gathers the weights for validation",
+        *_notes_on_names(settings, processes, stage),
+    ]
+    if replicas > 1:
+        notes.append(f"hybrid: {replicas} groups of {shards} ranks each have the whole model")
+    if stage == 2:
+        notes.append("zero_stage 2: a rank keeps the gathered weights until its backward pass")
+    if offload:
+        notes.append("offload: weights, gradients and optimizer state are in CPU memory")
+    elif settings.offload != "none":
+        notes.append("offload has nothing to do: the ranks are on the CPU")
+    return "fsdp", fsdp, tuple(notes)
 
 
-def _zero(settings: Distributed, processes: int) -> str:
-    parts = ("optimizer state", "gradients", "weights")[: settings.zero_stage]
-    kept = {
-        "none": "",
-        "optimizer": "; optimizer state in CPU memory",
-        "all": "; all in CPU memory",
-    }
-    return (
-        f"deepspeed, ZeRO stage {settings.zero_stage}: each of {processes} ranks keeps "
-        f"1/{processes} of {' and '.join(parts)}{kept[settings.offload]}"
-    )
+def _zero_stage(settings: Distributed) -> int:
+    """Return the stage of ZeRO that fsdp trains with: 2 or 3."""
+    if settings.zero_stage is not None:
+        return max(settings.zero_stage, 2)
+    return 2 if settings.strategy == "deepspeed" else 3
 
 
-def _notes_on_micro_batches(config: Config, processes: int) -> tuple[str, ...]:
-    steps = config.train.gradient_accumulation_steps
-    number = 1 if steps == "auto" else steps
-    if number >= processes:
-        return ()
-    return (
-        f"A BATCH HAS {number} MICRO-BATCHES for {processes} ranks, which wait for each other most "
-        f"of the time: set train.gradient_accumulation_steps: {4 * processes}",
-    )
+def _replicas(settings: Distributed, processes: int) -> int:
+    """Return the number of groups of ranks that each have the whole model."""
+    divisible = processes >= 4 and processes % 2 == 0
+    return 2 if settings.strategy == "hybrid" and divisible else 1
+
+
+def _notes_on_names(settings: Distributed, processes: int, stage: int) -> Iterator[str]:
+    """Yield what a name of other tools means here."""
+    if settings.strategy != "fsdp":
+        yield f"{settings.sharded_by} trains with torch's fsdp, as ZeRO stage {stage} does"
+    if settings.zero_stage == 1:
+        yield "zero_stage 1 trains as stage 2: fsdp divides the gradients with the optimizer state"
+    if settings.strategy == "hybrid" and _replicas(settings, processes) == 1:
+        yield f"hybrid needs an even number of ranks from 4 on: {processes} ranks are one group"
 
 
 def _without_loss_scale(config: Config, precision: Precision, note: str) -> tuple[Precision, str]:
-    """Return fp32 in place of fp16 for strategies whose ranks do not share a loss scale."""
-    strategy = config.distributed.strategy
+    """Return fp32 in place of fp16, whose loss scale is not made for gradients in CPU memory."""
     if precision != "fp16":
         return precision, note
+    offload = f"distributed.offload: {config.distributed.offload}"
     if config.train.precision == "fp16":
         raise PlanError(
-            f"train.precision is fp16, and distributed.strategy: {strategy} has no loss scale that "
-            "all ranks share",
+            f"train.precision is fp16, and {offload} has no loss scale for gradients in CPU memory",
             allowed="fp32, bf16 or auto",
-            do="set train.precision: fp32, or distributed.strategy: fsdp",
+            do="set train.precision: fp32, or distributed.offload: none",
         )
-    return "fp32", f"fp32: distributed.strategy is {strategy}, which has no loss scale for fp16"
+    return "fp32", f"fp32: {offload}, which has no loss scale for fp16"
 
 
 def _apply_evidence(

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config.validation import SHARDED
 from nbtoolkit.environment.installed import installed_version
 from nbtoolkit.environment.variables import RANK_MARK
 from nbtoolkit.errors import (
@@ -37,10 +36,10 @@ def check_strategy(ctx: RunContext, framework: str) -> None:
     Raises:
         PlanError: the plan has a strategy of ``nb.fit``.
     """
-    if ctx.plan.strategy in (*SHARDED, "local_sgd"):
+    if ctx.plan.strategy == "fsdp":
         raise PlanError(
-            f"the plan's strategy is {ctx.plan.strategy}, and {framework} would train with DDP",
-            allowed="distributed.strategy: auto, single or ddp, without local_sgd_steps",
+            f"the plan's strategy is fsdp, and {framework} would train with DDP",
+            allowed="distributed.strategy: auto, single or ddp",
             do="set distributed.strategy: ddp, or train with nb.fit",
         )
 

@@ -35,7 +35,6 @@ _IDENTITY = (
     "distributed.sync_batchnorm",
     "distributed.compression",
     "distributed.powersgd_rank",
-    "distributed.local_sgd_steps",
     "checkpoint.monitor",  # early stopping and the plateau schedule depend on the best value
     "checkpoint.mode",
     "checkpoint.weights",  # which weights predict at the end

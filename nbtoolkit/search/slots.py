@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbtoolkit.config.validation import SHARDED
 from nbtoolkit.environment.hardware import Hardware
 from nbtoolkit.errors import PlanError
 from nbtoolkit.search.algorithm import EventWriter, JobResult, SearchJob
@@ -88,14 +87,12 @@ def make_slots(
     Raises:
         PlanError: ``per_device`` is below 1, or jobs on one device each are to be sharded.
     """
-    strategy = config.distributed.strategy
-    sharded = strategy in SHARDED
-    if sharded and placement == "device_per_trial":
+    sharded_by = config.distributed.sharded_by
+    if sharded_by and placement == "device_per_trial":
         raise PlanError(
-            f"distributed.strategy is {strategy}, and placement gives each trial one device",
-            allowed=f"{strategy} with placement: all_devices_per_trial, or trials that fit on one "
-            "device",
-            do="set placement: all_devices_per_trial, or distributed.strategy: auto",
+            f"{sharded_by}, and placement gives each trial one device",
+            allowed="fsdp with placement: all_devices_per_trial, or trials that fit on one device",
+            do="set placement: all_devices_per_trial, or distributed.strategy: ddp",
         )
     if per_device < 1:
         raise PlanError(
@@ -110,8 +107,8 @@ def make_slots(
     )
     if placement == "all_devices_per_trial":
         return together
-    if sharded:
-        return replace(together, why=f"distributed.strategy is {strategy}")
+    if sharded_by:
+        return replace(together, why=sharded_by)
     single = _on_gpus(hardware, per_device) if hardware.usable else _on_cpus(hardware, per_device)
     if placement == "device_per_trial":
         return replace(single, why=f"placement says so; {single.why}")

@@ -13,7 +13,6 @@ from nbtoolkit.environment.resources import free_space, size_text
 from nbtoolkit.errors import CheckpointError
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore, Kind, StoredCheckpoint
-from nbtoolkit.run.checkpoints.shards import Shards
 from nbtoolkit.training.step import TrainStep
 from nbtoolkit.training.train_state import State
 from nbtoolkit.worker.collectives import broadcast
@@ -37,7 +36,7 @@ class _BestWeights(NamedTuple):
     """Weights of the best epoch that are to be written."""
 
     step: int
-    parts: Mapping[str, State | Shards]
+    parts: Mapping[str, State]
     about: State
 
 
@@ -65,9 +64,6 @@ class CheckpointManager:
         self._best_weights: State | None = None  # as long as this process has them
         self._saved_at, self._saved = time.monotonic(), (-1, -1)
         self._best_written_at, self._state_bytes = 0.0, 0
-        if self._on and config.checkpoint.format == "sharded" and ctx.plan.strategy != "fsdp":
-            why = f"the strategy is {ctx.plan.strategy}, not fsdp"
-            ctx.print(f"fit: checkpoint.format: sharded has nothing to do: {why}")
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -75,8 +71,6 @@ class CheckpointManager:
     def __exit__(self, *_: object) -> None:
         self._write_best(now=True)
         self._finish()
-        if self._on and self._ctx.is_main:  # parts of a second save at one step
-            CheckpointStore(self._ctx.paths.checkpoints).tidy()
 
     def due_by_steps(self, step: int) -> bool:
         """Whether a checkpoint is due after optimizer step ``step``; the same on all ranks."""
@@ -123,7 +117,7 @@ class CheckpointManager:
         """Copy the best weights so far; they are on disk before the next :meth:`save` is.
 
         Args:
-            state: :meth:`TrainStep.weights`, or parts on disk; of the main rank.
+            state: :meth:`TrainStep.weights` of the main rank.
             step: optimizer steps done.
             about: for the manifest.
         """
@@ -131,17 +125,16 @@ class CheckpointManager:
             return
         if self._writer.busy:
             self._finish()  # it may be writing the previous best from the same memory
-        in_parts = isinstance(state["model"], Shards)
-        self._best_weights = None if in_parts else self._weights_copy.update(state)
+        self._best_weights = self._weights_copy.update(state)
         if self._on:
-            self._best = _BestWeights(step, self._best_weights or state, about)
-            self._write_best(now=in_parts)
+            self._best = _BestWeights(step, self._best_weights, about)
+            self._write_best(now=False)
 
     def best_weights(self) -> State | None:
         """The best :meth:`TrainStep.weights` on the main rank; None on the others, or without."""
         if self._best_weights is not None or not self._ctx.is_main:
             return self._best_weights
-        self._finish()  # best weights in parts are on disk only
+        self._finish()  # after a resume, they are on disk only
         if self._best is not None:
             text = "the model keeps the last weights: the best ones could not be written"
             self._ctx.message(text, level="warning")
@@ -253,7 +246,7 @@ class AsyncCheckpointWriter:
         """Whether a checkpoint is being written: its state must not change."""
         return self._thread is not None and self._thread.is_alive()
 
-    def put(self, kind: Kind, step: int, parts: Mapping[str, State | Shards], about: State) -> None:
+    def put(self, kind: Kind, step: int, parts: Mapping[str, State], about: State) -> None:
         """Start to write a checkpoint, after the previous one. See :meth:`CheckpointStore.put`.
 
         ``parts`` must not change until :attr:`busy` is false.
@@ -339,15 +332,13 @@ _MOST_COPIES = 2  # Adam and its variants
 
 def estimate_bytes(train_step: TrainStep) -> tuple[int, int]:
     """Estimate the bytes of the weights, and of everything a resumed run needs."""
-    model = train_step.strategy.whole(train_step.module)
+    model = train_step.module
     weights = sum(tensor.nbytes for tensor in model.state_dict().values())
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     copies = _COPIES.get(type(train_step.optimizer).__name__, _MOST_COPIES)
     # Two files have the averages: one to resume from, one to predict with.
     averaged = 2 * weights if train_step.averages is not None else 0
-    own = weights + copies * trained
-    several = train_step.strategy.state_copies
-    return weights, own + averaged + (several * own if several > 1 else 0)
+    return weights, weights + copies * trained + averaged
 
 
 def _larger_disk(needed: int) -> str:

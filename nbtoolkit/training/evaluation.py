@@ -45,7 +45,6 @@ def make_evaluation_loader(
     workers: int = 0,
     collate: Collate | None = None,
     name: Literal["validation", "prediction"] = "validation",
-    ranks: int | None = None,
     model: torch.nn.Module | None = None,
 ) -> EvaluationLoader:
     """Make the loader of this rank's part of ``data``; it can be iterated any number of times.
@@ -67,8 +66,6 @@ def make_evaluation_loader(
         workers: ``DataLoader`` processes of this rank; one at most for an iterable.
         collate: makes a batch from a list of samples; default: torch's.
         name: the set's name, for messages.
-        ranks: between how many ranks the batches are divided; 1: each rank gets all of them.
-            Default: between all.
         model: the data are for it: it decides the type of their floats.
 
     Returns:
@@ -83,13 +80,13 @@ def make_evaluation_loader(
     dtype = float_type(model)
     feed = take_apart(data, collate=collate, workers=workers, dtype=dtype)
     data, collate, workers = feed.data, feed.collate, feed.workers
-    ranks = ranks or ctx.world_size
+    ranks = ctx.world_size
     sampler = GlobalBatchSampler(
         size=size * ranks,
         batch=size * ranks,
         micro=size,
         seed=ctx.seed,
-        rank=ctx.rank % ranks,
+        rank=ctx.rank,
         ranks=ranks,
     )
     if is_stream(data):
@@ -164,7 +161,6 @@ class Validator:
                 data,
                 workers=workers,
                 collate=collate,
-                ranks=ctx.plan.data_ranks,
                 model=model,
             )
 
@@ -182,9 +178,8 @@ class Validator:
         train_step.evaluated_module.eval()
         with train_step.strategy.evaluating():
             for batch, samples in self._loader:
-                if (evaluated := train_step.evaluate(batch, samples)) is not None:
-                    outputs, targets, loss = evaluated
-                    meter.add(loss, outputs, targets, samples)
+                outputs, targets, loss = train_step.evaluate(batch, samples)
+                meter.add(loss, outputs, targets, samples)
         return {f"val_{name}": value for name, value in meter.result().items()}
 
 

@@ -4,7 +4,9 @@ FSDP2 (``torch.distributed.fsdp.fully_shard``), for ``nb.fit`` and ``ctx.prepare
 plugin for FSDP is not used: on the CPU it trains with DDP, and does not say so (accelerate 1.15).
 
 The parameters are DTensors: each rank holds a part of their rows. Names and order of the parameters
-do not change. See https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+do not change. A checkpoint has whole tensors, as one process writes it: each rank gives its part,
+one tensor after the other, and rank 0 keeps them in CPU memory. See
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
 """
 
 from __future__ import annotations
@@ -16,13 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from nbtoolkit.errors import FitError, PlanError
 from nbtoolkit.training.model import batch_norms, broadcast_buffers, find_blocks, half_precision
-from nbtoolkit.training.strategies.sharded_checkpoint import (
-    can_write_parts,
-    read_parts,
-    writes_parts,
-    written,
-)
-from nbtoolkit.training.strategy import Strategy, clip, grad_norm
+from nbtoolkit.training.strategy import Strategy, total_norm
 from nbtoolkit.worker.collectives import broadcast
 
 if TYPE_CHECKING:
@@ -32,8 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    from nbtoolkit.config.schema import Config
-    from nbtoolkit.run.checkpoints.checkpoint_store import StoredCheckpoint
     from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext
 
@@ -50,10 +44,7 @@ class OutsideForward(FitError, AttributeError):
 
 
 class Fsdp(Strategy):
-    """See the module. Saving and loading are collectives.
-
-    Files are those of one process, or in parts (``checkpoint.format``).
-    """
+    """See the module. Saving and loading are collectives; files are those of one process."""
 
     gathers = True
 
@@ -65,10 +56,7 @@ class Fsdp(Strategy):
         """
         super().load_on_all_ranks(module, None)  # as DDP does: all start with rank 0's weights
         self._module = module
-        self._in_parts = writes_parts(
-            self._config.checkpoint.format, module, able=can_write_parts()
-        )
-        self._sharded = _shard(self._ctx, module)
+        self._sharded = ShardedModule(self._ctx, module)
         if not self._sharded.units:
             self._ctx.print(
                 "fit: fsdp gathers the whole model in each pass: it has no layers of one class "
@@ -90,7 +78,6 @@ class Fsdp(Strategy):
                 do="set optim.name: adamw, or distributed.strategy: ddp",
             )
         prepare_optimizer(optimizer)
-        self._optimizer = optimizer
 
     def no_sync(self, model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
         """See :meth:`Strategy.no_sync`; gradients are whole on each rank in such a pass."""
@@ -107,12 +94,26 @@ class Fsdp(Strategy):
         return held
 
     def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-        """See :meth:`Strategy.clip`."""
-        return _whole(clip(parameters, max_norm))
+        """See :meth:`Strategy.clip`.
+
+        torch's ``clip_grad_norm_`` would exchange numbers on the gradients' device, which with
+        offload is the CPU: NCCL cannot.
+        """
+        import torch
+
+        norm = self.grad_norm(parameters)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        gradients = _local_gradients(parameters)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        return norm
 
     def grad_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """See :meth:`Strategy.grad_norm`."""
-        return _whole(grad_norm(parameters))
+        import torch.distributed as dist
+
+        squared = total_norm(_local_gradients(parameters)).to(self._ctx.device) ** 2
+        dist.all_reduce(squared, group=self._sharded.group)
+        return squared.sqrt()
 
     def translated(
         self, error: Exception, parameters: Mapping[str, nn.Parameter]
@@ -135,16 +136,8 @@ class Fsdp(Strategy):
 
     def gathered(self, state: State) -> State:
         """See :meth:`Strategy.gathered`."""
-        if self._in_parts:
-            return written(self._ctx, state)
         whole = gathered(state, keep=self._ctx.is_main)
         return cast("State", whole) if self._ctx.is_main else {}
-
-    def read(self, stored: StoredCheckpoint, training: State) -> State:
-        """See :meth:`Strategy.read`."""
-        if stored.sharded and can_write_parts():
-            return read_parts(stored, training, self._module, self._optimizer)
-        return super().read(stored, training)
 
     def load_on_all_ranks(self, module: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
         """See :meth:`Strategy.load_on_all_ranks`."""
@@ -166,21 +159,8 @@ class Fsdp(Strategy):
         self._sharded.make_plain()
 
 
-def make(ctx: RunContext, config: Config) -> Strategy:
-    """The strategy."""
-    return Fsdp(ctx, config)
-
-
-def forward_only(
-    module: nn.Module, strategy: str = "fsdp", forward: Callable[..., Any] | None = None
-) -> nn.Module:
-    """A module that passes calls on, and refuses the use of parts of ``module``.
-
-    Args:
-        module: the model.
-        strategy: the setting, for messages.
-        forward: gets the calls; None: ``module`` does.
-    """
+def forward_only(module: nn.Module) -> nn.Module:
+    """Return a module that passes calls on, and refuses the use of parts of ``module``."""
     import torch
     from torch import nn
 
@@ -190,41 +170,36 @@ def forward_only(
             self.module = module
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return (forward or self.module)(*args, **kwargs)
+            return self.module(*args, **kwargs)
 
         def __getattr__(self, name: str) -> Any:
             if name in self._modules:
                 return self._modules[name]
             value = getattr(module, name)
             if isinstance(value, torch.Tensor) or callable(value):
-                raise _outside_forward(f"model.{name}", strategy)
+                raise _outside_forward(f"model.{name}")
             return value
 
         def __getitem__(self, key: object) -> Any:
-            raise _outside_forward(f"model[{key!r}]", strategy)
+            raise _outside_forward(f"model[{key!r}]")
 
     return ForwardOnly()
 
 
-def _outside_forward(what: str, strategy: str = "fsdp") -> OutsideForward:
+def _outside_forward(part: str) -> OutsideForward:
     return OutsideForward(
-        f"the step uses {what} outside of the model's forward, and distributed.strategy: "
-        f"{strategy} gathers the weights only there",
+        f"the step uses {part} outside of the model's forward, and distributed.strategy: fsdp "
+        "gathers the weights only there",
         allowed="a step that calls model(...) itself",
         do="move this into the model's forward (an argument can choose the path), or set "
         "distributed.strategy: ddp",
     )
 
 
-def _shard(ctx: RunContext, module: nn.Module) -> ShardedModule:
-    device, half = ctx.device.type, half_precision(ctx)
-    return ShardedModule(module, device=device, ranks=ctx.world_size, half=half)
-
-
-def _whole(norm: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return this rank's parts of the gradients."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [cast("DTensor", gradient).to_local() for gradient in gradients]
 
 
 # --- sharding ---
@@ -237,39 +212,37 @@ class ShardedModule:
     ``state_dict`` into the module works on all ranks together: each takes its part of rank 0's.
 
     Args:
+        ctx: the run's context; ``fsdp`` of its plan says how the module is divided. In half
+            precision, units with batch norms keep the type of their parameters; gradients are
+            reduced in float32.
         module: changed in place; on its device, equal on all ranks.
-        device: the type of the device, ``"cpu"`` or ``"cuda"``.
-        ranks: the number of ranks.
-        half: the type of the forward and backward passes; None: that of the parameters. Units with
-            batch norms keep the type of their parameters; gradients are reduced in float32.
 
     Attributes:
         units: the number of units besides the rest of the module.
+        group: the ranks that hold the parts of a parameter.
 
     Raises:
         FitError: FSDP cannot shard the module.
     """
 
-    def __init__(
-        self, module: nn.Module, *, device: str, ranks: int, half: torch.dtype | None
-    ) -> None:
+    def __init__(self, ctx: RunContext, module: nn.Module) -> None:
         import torch
-        from torch.distributed.device_mesh import init_device_mesh
 
-        if device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        if ctx.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
             raise FitError(
                 f"distributed.strategy is fsdp, and torch {torch.__version__} has it on GPUs only",
                 allowed="torch 2.7 or newer on the CPU",
                 do="pip install -U torch, or set distributed.strategy: ddp",
             )
-        self._module = module
-        self._plain = [(one, type(one), _attributes(one)) for one in module.modules()]
-        blocks = [one for one in find_blocks(module) if one is not module]
+        self._module, self._reshards = module, ctx.plan.fsdp["reshard_after_forward"]
+        self._plain = [(part, type(part), _attributes(part)) for part in module.modules()]
+        blocks = [block for block in find_blocks(module) if block is not module]
         self.units = len(blocks)
-        mesh = init_device_mesh(device, (ranks,))
+        mesh = _mesh(ctx)
+        self.group = mesh.get_group(mesh.ndim - 1)
         try:
             for unit in (*blocks, module):
-                _fully_shard(unit, mesh, half)
+                _fully_shard(ctx, unit, mesh)
         except (AssertionError, ValueError, NotImplementedError, RuntimeError) as error:
             raise FitError(
                 f"FSDP cannot shard this {type(module).__name__}: {error}",
@@ -290,7 +263,7 @@ class ShardedModule:
     def reshard(self) -> None:
         """Undo :meth:`unshard`."""
         root = cast("FSDPModule", self._module)
-        root.set_reshard_after_forward(True)
+        root.set_reshard_after_forward(self._reshards)
         # The backward pass begins with the root's own parameters.
         root.set_reshard_after_forward(False, recurse=False)
         for unit in self._units():
@@ -302,7 +275,7 @@ class ShardedModule:
         from torch.distributed._composable_state import _module_state_mapping
 
         whole = {
-            id(one): nn.Parameter(cast("DTensor", one).full_tensor(), one.requires_grad)
+            id(one): nn.Parameter(_whole(cast("DTensor", one)), one.requires_grad)
             for one in self._module.parameters()
         }
         for module, kind, attributes in self._plain:
@@ -365,7 +338,7 @@ def gathered(value: Any, *, keep: bool) -> Any:
     from torch.distributed.tensor import DTensor
 
     if isinstance(value, DTensor):
-        whole = cast("DTensor", value.detach()).full_tensor()
+        whole = _whole(value)
         return whole.cpu() if keep else None
     if isinstance(value, Mapping):
         return {key: gathered(item, keep=keep) for key, item in value.items()}
@@ -375,14 +348,41 @@ def gathered(value: Any, *, keep: bool) -> Any:
     return value
 
 
-def _fully_shard(unit: nn.Module, mesh: DeviceMesh, half: torch.dtype | None) -> None:
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def _whole(tensor: DTensor) -> Tensor:
+    """Return the whole tensor, on the ranks' device; with offload its parts are on the CPU."""
+    return cast("DTensor", tensor.detach().to(tensor.device_mesh.device_type)).full_tensor()
 
-    policy = MixedPrecisionPolicy()
+
+def _mesh(ctx: RunContext) -> DeviceMesh:
+    """Return the ranks in one row; or, as replicas of shards, in one row per replica."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    replicas, names = ctx.plan.fsdp["replicas"], ("replicas", "shards")
+    if replicas == 1:
+        return init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=names[1:])
+    shape = replicas, ctx.world_size // replicas
+    return init_device_mesh(ctx.device.type, shape, mesh_dim_names=names)
+
+
+def _fully_shard(ctx: RunContext, unit: nn.Module, mesh: DeviceMesh) -> None:
+    import torch
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
+    half, precision = half_precision(ctx), MixedPrecisionPolicy()
     if half is not None and not batch_norms(unit):
-        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-    fully_shard(unit, mesh=mesh, mp_policy=policy)
+        precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    fully_shard(
+        unit,
+        mesh=mesh,
+        reshard_after_forward=ctx.plan.fsdp["reshard_after_forward"],
+        mp_policy=precision,
+        offload_policy=CPUOffloadPolicy() if ctx.plan.fsdp["offload"] else OffloadPolicy(),
+    )
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -428,7 +428,9 @@ def _distributed(value: Any, like: Tensor | None) -> Any:
     if not plain or not isinstance(like, DTensor) or value.shape != like.shape:
         return value
     # A copy: with one row per rank and more, parts would be views of a file in memory.
-    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+    device = like.device_mesh.device_type
+    part = distribute_tensor(value.to(device), like.device_mesh, like.placements)
+    return part.to(like.device)  # with offload, the CPU
 
 
 def rebind(
@@ -469,7 +471,7 @@ def shard_inputs(ctx: RunContext, objects: Sequence[object]) -> None:
     for model in models:
         Strategy(ctx, ctx.config).load_on_all_ranks(model.to(ctx.device), None)
         before = list(model.parameters())
-        _shard(ctx, model)
+        ShardedModule(ctx, model)
         rebind(optimizers, before, list(model.parameters()))
 
 

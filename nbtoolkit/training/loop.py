@@ -34,7 +34,7 @@ from nbtoolkit.training.metrics import Metrics, check_accuracy, named_metrics, r
 from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
 from nbtoolkit.training.optim.optimizer import GivenOptimizer
 from nbtoolkit.training.optim.schedule import GivenSchedule
-from nbtoolkit.training.optim.several import train_step_class
+from nbtoolkit.training.optim.several import SeveralTrainStep
 from nbtoolkit.training.step import Forward, Recipe, StepOfSeveral, TrainStep
 from nbtoolkit.training.step_time import StepClock, StepProfiler
 from nbtoolkit.training.sync import ControlSignal, LossWindow, RankSync, SyncResult
@@ -202,7 +202,7 @@ def fit(
             step_of_several=cast("StepOfSeveral | None", step if several else None),
             targets=targets,
         )
-        kind = train_step_class(ctx.plan, several=several)
+        kind = SeveralTrainStep if several else TrainStep
         train_step = kind(ctx, config, model, recipe, steps=total)
         refuse_single_samples(train_step.module, loader.single)
         training = _Training(ctx, config, loader, train_step, checkpoints, moments)
@@ -240,9 +240,9 @@ class _Training:
         self._train_step, self._checkpoints = train_step, checkpoints
         self._state, self._logger = TrainState(ctx, config), MetricLogger(ctx)
         self._rank_sync = RankSync(ctx, config.checkpoint.every_steps)
-        self._window, self._clock = LossWindow(train_step.counts), StepClock(ctx, train_step.model)
+        self._window, self._clock = LossWindow(), StepClock(ctx, train_step.model)
         if config.tracking.record_samples and ctx.is_main:
-            inexact = inexact_layers(train_step.strategy.whole(train_step.module))
+            inexact = inexact_layers(train_step.module)
             if config.train.loss_reduction == "batch":
                 inexact["loss"] = WHOLE_BATCHES
             write_json(ctx.paths.layers, inexact, durable=False)
@@ -263,7 +263,7 @@ class _Training:
         ctx, train_step, state = self._ctx, self._train_step, self._state
         saved = stored.read("training")
         _check_same_samples(stored.folder, saved["walk"], self._sampling())
-        train_step.restore(train_step.strategy.read(stored, saved), source=str(stored.folder))
+        train_step.restore({**saved, **stored.weights()}, source=str(stored.folder))
         state.restore(saved["progress"])
         self._callbacks.restore(saved.get("callbacks", {}))
         if state.taken:
@@ -324,7 +324,6 @@ class _Training:
         """Validate, keep the best weights, save a due checkpoint, report; may raise RunStopped."""
         train_step, state, checkpoints = self._train_step, self._state, self._checkpoints
         strategy = train_step.strategy
-        strategy.end_epoch()
         self._update_averages()
         state.values = state.train_losses
         self._moment("on_train_epoch_end")

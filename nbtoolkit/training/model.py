@@ -101,26 +101,6 @@ def autocast(ctx: RunContext) -> AbstractContextManager[object]:
     return nullcontext() if dtype is None else torch.autocast(ctx.device.type, dtype)
 
 
-def autocasting(module: nn.Module, precision: AbstractContextManager[object]) -> nn.Module:
-    """``module`` in the run's precision, for a library that leaves the context of the step.
-
-    Its output is contiguous, as a message to another rank must be.
-    """
-    import torch
-
-    class Autocasting(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            with precision:
-                found = self.module(*args, **kwargs)
-            return found.contiguous() if isinstance(found, torch.Tensor) else found
-
-    return Autocasting()
-
-
 def grad_scaler(ctx: RunContext, config: Config) -> torch.amp.GradScaler:
     """Keeps the gradients of fp16 from underflow; does nothing in other precisions."""
     import torch

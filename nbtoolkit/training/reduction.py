@@ -271,8 +271,6 @@ class StepWeights:
         """
         import torch
 
-        if self._sums is None:  # a strategy made the backward pass
-            self.begin_sum()
         if self._work is not None:
             self._work.wait()
         if self._sums is None:

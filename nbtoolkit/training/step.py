@@ -11,10 +11,12 @@ from nbtoolkit.errors import CheckpointError
 from nbtoolkit.run.checkpoints.weights import load_weights
 from nbtoolkit.run.serialization import add_note
 from nbtoolkit.training.batch_norm import single_sample_fault
+from nbtoolkit.training.fsdp import Fsdp
 from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import BatchLoss, check_labels, on_device, training_pass
 from nbtoolkit.training.model import (
     autocast,
+    broadcast_buffers,
     prepare_model,
     to_channels_last,
     type_fault,
@@ -26,7 +28,12 @@ from nbtoolkit.training.optim.schedule import GivenSchedule, Schedule, make_user
 from nbtoolkit.training.optim.scheduled import ScheduledOptimizer
 from nbtoolkit.training.reduction import Computed, ReducedLoss, Reduction, StepWeights
 from nbtoolkit.training.shapes import check_shapes
-from nbtoolkit.training.strategy import average_gradients, make_strategy
+from nbtoolkit.training.strategy import (
+    Strategy,
+    average_gradients,
+    refuse_unused,
+    scale_gradients,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -89,21 +96,20 @@ class TrainStep:
         strategy: how the ranks share the training.
         steps: optimizer steps of the whole run.
         steps_done: optimizer steps done.
-        counts: whether the samples and losses of this rank's passes count.
 
     Raises:
         FitError: the model cannot be trained as ``config`` says.
     """
 
     scheduled: Mapping[str, ScheduledOptimizer]
-    counts = True
 
     def __init__(
         self, ctx: RunContext, config: Config, model: nn.Module, recipe: Recipe, *, steps: int
     ) -> None:
         self.steps, self.steps_done = steps, 0
-        self.strategy = make_strategy(ctx, config)
-        self.module = prepare_model(ctx, config, self.strategy.part(model))
+        kind = Fsdp if ctx.plan.strategy == "fsdp" else Strategy
+        self.strategy = kind(ctx, config)
+        self.module = prepare_model(ctx, config, model)
         self.module.zero_grad()  # of steps before fit
         self._no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
         self.model = self._wrap()
@@ -113,14 +119,12 @@ class TrainStep:
             self.strategy.load_on_all_ranks(self.loss_module, None)
         self._make_optimizers(ctx, config, recipe)
         self.strategy.bind(self.optimizer)
-        self._after_step = self.strategy.after_step
         named = self.module.named_parameters()
         self._named = {name: weight for name, weight in named if weight.requires_grad}
         self._loss_parameters = [*loss_parameters(self.module, self.loss_module).values()]
         self._parameters = [*self._named.values(), *self._loss_parameters]
         self._ranks, self._compiled = ctx.world_size, config.train.compile
         self._device = ctx.device
-        self._data_ranks = ctx.plan.data_ranks
         distributed = config.distributed
         may_be_unused = distributed.find_unused_parameters or distributed.static_graph
         self._must_be_used = ctx.world_size > 1 and not may_be_unused
@@ -154,14 +158,18 @@ class TrainStep:
             steps=self.steps,
             factor=ctx.plan.lr_factor,
         )
-        optimizer = self.strategy.make_optimizer(
-            lambda model: make_user_optimizer(config, model, given, self.loss_module), self.module
-        )
+        optimizer = make_user_optimizer(config, self.module, given, self.loss_module)
         self.scheduled = {
             "optimizer": ScheduledOptimizer(
-                "optimizer", optimizer, schedule, ctx, config, self.strategy
+                "optimizer", optimizer, schedule, ctx, config, self.strategy, self._names()
             )
         }
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        """Return the name of each parameter of the model, and of a loss that is trained."""
+        of_loss = [] if self.loss_module is None else self.loss_module.named_parameters()
+        names = {parameter: f"loss:{name}" for name, parameter in of_loss}
+        return names | {parameter: name for name, parameter in self.module.named_parameters()}
 
     @property
     def _first(self) -> ScheduledOptimizer:
@@ -229,11 +237,10 @@ class TrainStep:
             training_pass.samples = None
         return loss
 
-    def evaluate(self, batch: Batch, samples: int) -> tuple[Batch, Batch, BatchLoss] | None:
-        """Outputs, targets and mean loss of a batch, without gradients or collectives.
+    def evaluate(self, batch: Batch, samples: int) -> tuple[Batch, Batch, BatchLoss]:
+        """Return outputs, targets and mean loss of a batch, without gradients or collectives.
 
-        Of :attr:`evaluated_module`, in the mode (``train`` or ``eval``) that it is in. None: of
-        this batch another rank has them.
+        They are those of :attr:`evaluated_module`, in the mode (``train`` or ``eval``) it is in.
         """
         import torch
 
@@ -267,9 +274,9 @@ class TrainStep:
 
     def broadcast_buffers(self) -> None:
         """Give all ranks rank 0's buffers, of the model and of its averages."""
-        self.strategy.broadcast_buffers(self.module)
+        broadcast_buffers(self.module, self._ranks)
         if self.averages is not None:
-            self.strategy.broadcast_buffers(self.averages.module)
+            broadcast_buffers(self.averages.module, self._ranks)
 
     def close(self) -> None:
         """Leave the whole, plain model on each rank; all ranks call it, after the last step."""
@@ -311,7 +318,6 @@ class TrainStep:
             self.averages.restore(state["averages"], source=source)
         self.steps_done = state["step"]
         self.reduced_loss.restore(state["loss"])
-        self.strategy.restore(state)
 
     def _optimizer_state(self) -> State:
         return self._first.state()
@@ -360,7 +366,7 @@ class TrainStep:
             if reduced_loss.reduction is not Reduction.BATCH:
                 check_shapes(computed.outputs, computed.targets, computed.returned)
             with self._autocast:
-                reduced_loss.detect(computed, micro_batch.samples, self._data_ranks, self._targets)
+                reduced_loss.detect(computed, micro_batch.samples, self._ranks, self._targets)
             self._first_pass, self._targets = False, None
             if not reduced_loss.records:
                 computed = computed._replace(calls=())
@@ -421,7 +427,7 @@ class TrainStep:
         """
         reduction, samples = self.reduced_loss.reduction, micro_batch.samples
         if reduction is Reduction.SUM:
-            return float(self._data_ranks * samples), loss.weight
+            return float(self._ranks * samples), loss.weight
         if reduction is Reduction.MIXED:
             return micro_batch.weight, loss.weight
         alone = micro_batch.last and self._ranks == 1 and not self._weights
@@ -433,19 +439,17 @@ class TrainStep:
     def _optimize(self, measure_norm: bool) -> None:
         """The optimizer's step, at the schedule's learning rate."""
         if self._must_be_used:
-            self.strategy.refuse_unused(self._named)
+            refuse_unused(self._named)
         if self._loss_parameters:
             average_gradients(self._loss_parameters, self._ranks)
         if self.reduced_loss.reduction is Reduction.WEIGHTED:
             factor = self._weights.factor()
             if factor is not None:
-                self.strategy.scale(self._parameters, factor)
+                scale_gradients(self._parameters, factor)
         rate = None if self.averages is None else self.averages.rate(self.steps_done)
         self._first.apply(self.steps_done, measure_norm=measure_norm, rate=rate)
         for parameter in self._parameters:  # what zero_grad does, in 0.3 instead of 6 us
             parameter.grad = None
         self.steps_done += 1
-        if self._after_step is not None:
-            self._after_step(self.steps_done)
         if self.averages is not None:
             self.averages.update()

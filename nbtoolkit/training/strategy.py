@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, cast
 
 from nbtoolkit.errors import FitError, some_names
-from nbtoolkit.training.model import broadcast_buffers, wrap_model
+from nbtoolkit.training.model import wrap_model
 from nbtoolkit.worker.collectives import broadcast
 
 if TYPE_CHECKING:
@@ -18,17 +17,14 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.run.checkpoints.checkpoint_store import StoredCheckpoint
     from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext
 
-# Strategies of a plan that a module of this name in training/strategies/ implements.
-OWN_MODULE = ("fsdp", "deepspeed", "local_sgd", "pipeline")
 _COMPILERS = ("torch._dynamo", "torch._inductor")
 
 
 class Strategy:
-    """One process, DDP, or DataParallel; subclasses replace what differs in them.
+    """One process, DDP, or DataParallel; a subclass replaces what differs in it.
 
     Every rank has all weights here, so rank 0 alone can validate, save and load.
 
@@ -39,27 +35,15 @@ class Strategy:
     Attributes:
         gathers: whether a checkpoint's state comes from all ranks; :meth:`gathered` is then called
             by all of them, at the same steps.
-        state_copies: how many times a checkpoint has weights and optimizer.
-        after_step: called with the number of optimizer steps done; None: nothing has to be done.
     """
 
     gathers = False
-    state_copies = 1
-    after_step: Callable[[int], None] | None = None
 
     def __init__(self, ctx: RunContext, config: Config) -> None:
         self._ctx, self._config, self._ranks = ctx, config, ctx.world_size
 
-    def part(self, model: nn.Module) -> nn.Module:
-        """The part of the user's model that this rank trains; called first."""
-        return model
-
-    def whole(self, module: nn.Module) -> nn.Module:
-        """The model of which ``module`` is this rank's part; has all weights at the end."""
-        return module
-
     def wrap(self, module: nn.Module, *, steps: int) -> nn.Module:
-        """The model as a training step calls it; called once, before the optimizer is made.
+        """Return the model as a training step calls it; called once, before the optimizer is made.
 
         Args:
             module: what ``prepare_model`` returned; may be changed in place.
@@ -67,54 +51,31 @@ class Strategy:
         """
         return wrap_model(self._ctx, self._config, module, steps=steps)
 
-    def make_optimizer(
-        self, make: Callable[[nn.Module], torch.optim.Optimizer], module: nn.Module
-    ) -> torch.optim.Optimizer:
-        """The optimizer of this rank.
-
-        Args:
-            make: makes it of a model.
-            module: this rank's part of the model.
-        """
-        return make(module)
-
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimizer of the wrapped model, before its first step."""
 
     def no_sync(self, model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-        """Makes the contexts of passes whose gradients stay on this rank: all but a step's last.
+        """Return what makes the contexts of passes whose gradients stay on this rank.
+
+        These are all passes of a step but its last.
 
         Args:
             model: what :meth:`wrap` returned.
         """
         return nullcontext if self._ranks == 1 else cast("DistributedDataParallel", model).no_sync
 
-    def refuse_unused(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Refuse parameters without a gradient after a backward pass of several ranks.
-
-        Raises:
-            FitError: there are any; names them.
-        """
-        refuse_unused(parameters)
-
-    def scale(self, parameters: list[nn.Parameter], factor: Tensor) -> None:
-        """Multiply the gradients by ``factor``, a scalar."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad *= factor
-
     def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-        """Scale the gradients down to ``max_norm``; returns their norm before."""
+        """Scale the gradients down to ``max_norm``; return their norm before."""
         return clip(parameters, max_norm)
 
     def grad_norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """The norm of the gradients."""
+        """Return the norm of the gradients."""
         return grad_norm(parameters)
 
     def translated(
         self, error: Exception, parameters: Mapping[str, nn.Parameter]
     ) -> FitError | None:
-        """The error to raise for one of this strategy's in a step; None: it is not.
+        """Return the error to raise for one of this strategy's in a step; None: it is not.
 
         Args:
             error: what the forward pass, the loss or the backward pass raised.
@@ -126,39 +87,16 @@ class Strategy:
             return _unused_parameters(names, static_graph="static_graph" in text)
         return _of_compiler(error) if self._config.train.compile else None
 
-    def broadcast_buffers(self, module: nn.Module) -> None:
-        """Give all ranks rank 0's buffers."""
-        broadcast_buffers(module, self._ranks)
-
-    def end_epoch(self) -> None:
-        """Called by all ranks at the end of each epoch, before validation."""
-
     def evaluating(self) -> AbstractContextManager[None]:
-        """A context in which a rank can call the module without the others."""
+        """Return a context in which a rank can call the module without the others."""
         return nullcontext()
 
     def gathered(self, state: State) -> State:
-        """A training state as one process would have it; empty on other ranks than 0."""
+        """Return a training state as one process would have it; empty on other ranks than 0."""
         return state
-
-    def read(self, stored: StoredCheckpoint, training: State) -> State:
-        """What this rank loads of a checkpoint; called by all ranks.
-
-        Args:
-            stored: the checkpoint.
-            training: its part of this name.
-        """
-        return self.narrowed(stored.whole(training))
-
-    def narrowed(self, state: State) -> State:
-        """What this rank loads of a training state as one process has it."""
-        return state
-
-    def restore(self, state: State) -> None:
-        """Take this rank's own part of a checkpoint, after weights and optimizer were restored."""
 
     def agreed(self, value: bool) -> bool:
-        """Rank 0's ``value`` if :attr:`gathers`, else this rank's."""
+        """Return rank 0's ``value`` if :attr:`gathers`, else this rank's."""
         return broadcast(value, self._ranks) if self.gathers else value
 
     def load_on_all_ranks(self, module: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
@@ -174,29 +112,7 @@ class Strategy:
                     dist.broadcast(value, src=0)
 
     def close(self) -> None:
-        """Called by all ranks at the end: leave the whole, plain model on each of them."""
-
-
-def make_strategy(ctx: RunContext, config: Config) -> Strategy:
-    """The strategy of the run's plan.
-
-    Raises:
-        FitError: this installation does not have it.
-    """
-    name = ctx.plan.strategy
-    if name not in OWN_MODULE:
-        return Strategy(ctx, config)
-    place = "nbtoolkit.training" if name == "fsdp" else "nbtoolkit.training.strategies"
-    try:
-        module = importlib.import_module(f"{place}.{name}")
-    except ModuleNotFoundError as error:
-        raise FitError(
-            f"the plan's strategy is {name}, and this installation is without {error.name}",
-            allowed="distributed.strategy: auto, single or ddp",
-            do="install nbtoolkit again as before, from the clone or the wheel",
-        ) from error
-    strategy: Strategy = module.make(ctx, config)
-    return strategy
+        """Leave the whole, plain model on each rank; called by all of them at the end."""
 
 
 def clip(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
@@ -208,6 +124,11 @@ def clip(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
 
 def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
     """The norm of the gradients."""
+    return total_norm([item.grad for item in parameters if item.grad is not None])
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all numbers of ``gradients`` together."""
     import torch  # torch.nn.utils.get_total_norm is public from torch 2.7 on only
 
     def norm(values: Tensor) -> Tensor:
@@ -215,8 +136,14 @@ def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
         total: Tensor = torch.linalg.vector_norm(values, dtype=wide)
         return total
 
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return norm(torch.stack([norm(gradient) for gradient in gradients]))
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
+    """Multiply the gradients by ``factor``, a scalar."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad *= factor.to(parameter.grad.device)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], ranks: int) -> None:

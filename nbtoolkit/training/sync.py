@@ -91,14 +91,9 @@ class LogPoint:
 
 
 class LossWindow:
-    """This rank's losses since the last synchronisation; they stay on the device until then.
+    """This rank's losses since the last synchronisation; they stay on the device until then."""
 
-    Args:
-        counts: whether this rank's samples and losses count; else another rank has them.
-    """
-
-    def __init__(self, counts: bool = True) -> None:
-        self._counts = counts
+    def __init__(self) -> None:
         self.losses: list[BatchLoss] = []
         self.micro_batches: list[MicroBatch] = []
         self.log_points: list[LogPoint] = []
@@ -106,7 +101,7 @@ class LossWindow:
     def add(self, loss: BatchLoss, micro_batch: MicroBatch) -> None:
         """Add a micro-batch and its loss (detached)."""
         self.losses.append(loss)
-        self.micro_batches.append(micro_batch if self._counts else micro_batch._replace(samples=0))
+        self.micro_batches.append(micro_batch)
 
     def add_log_point(self, train_step: TrainStep) -> None:
         """Log the optimizer step that was just done, at the next synchronisation."""

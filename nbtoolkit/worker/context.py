@@ -355,8 +355,8 @@ class RunContext:
 
         Raises:
             PlanError: the batches of a loader cannot be divided among the ranks; the model is
-                already wrapped; or the strategy works with ``nb.fit`` only. A backward pass raises
-                it for a batch that the ranks cannot share equally.
+                already wrapped; or, with ``fsdp``, an optimizer has made steps. A backward pass
+                raises it for a batch that the ranks cannot share equally.
         """
         return self.accelerator.prepare(*objects)
 
@@ -398,7 +398,7 @@ class RunContext:
 
         It does nothing if ``runtime.compare_ranks`` is off.
         """
-        self._optimizers = track_optimizers(self.config, self.plan.data_ranks)
+        self._optimizers = track_optimizers(self.config, self.plan.processes)
         if self._optimizers is not None and self.is_main:
             from nbtoolkit.worker.undivided import UndividedLoaders
 

@@ -17,13 +17,6 @@ if TYPE_CHECKING:
     from nbtoolkit.worker.even_steps import EvenSteps
 
 
-# Strategies of nb.fit only: their setting, and what to set in its place.
-_OF_FIT = {
-    "local_sgd": ("distributed.local_sgd_steps", "distributed.local_sgd_steps: null"),
-    "pipeline": ("distributed.strategy: pipeline", "distributed.strategy: fsdp"),
-}
-
-
 def prepared_inputs(ctx: RunContext, objects: Iterable[object], steps: EvenSteps) -> list[object]:
     """The objects for accelerate: models checked, loaders with this rank's slices."""
     from torch import nn
@@ -43,8 +36,6 @@ def prepared_inputs(ctx: RunContext, objects: Iterable[object], steps: EvenSteps
     if ctx.plan.strategy == "fsdp":
         # By its name: the strategy may import what this module must not.
         resolve_name("nbtoolkit.training.fsdp:shard_inputs")(ctx, inputs)
-    if ctx.plan.strategy == "deepspeed":
-        inputs = resolve_name("nbtoolkit.training.strategies.deepspeed:zero_inputs")(ctx, inputs)
     return inputs
 
 
@@ -108,16 +99,21 @@ def make_accelerator(ctx: RunContext) -> Accelerator:
             self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
         ) -> Any:
             # Not wrapped: it is sharded already.
-            unwrapped = evaluation_mode or plan.strategy in ("fsdp", "deepspeed")
+            unwrapped = evaluation_mode or plan.strategy == "fsdp"
             prepared = super().prepare_model(model, device_placement, unwrapped)
             even_steps.watch(prepared)
             ctx.watch_losses(prepared)
             return prepared
 
         def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
-            if plan.strategy != "deepspeed":
-                return super().clip_grad_norm_(parameters, max_norm, norm_type)
-            return self._optimizers[0].optimizer.clip(max_norm)
+            if plan.fsdp.get("offload"):
+                raise PlanError(
+                    "clip_grad_norm_ was called, and with distributed.offload the gradients are in "
+                    "CPU memory, where the ranks cannot sum their norm",
+                    allowed="train.max_grad_norm in nb.fit, or own loops without offload",
+                    do="set distributed.offload: none, or train with nb.fit",
+                )
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
         def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
             if self.num_processes == 1:
@@ -163,12 +159,5 @@ def _checked_model(ctx: RunContext, model: nn.Module) -> nn.Module:
             f"the model is already wrapped: it is a {type(model).__name__}",
             allowed="the plain model: ctx.prepare wraps it for several ranks",
             do=f"delete the line with {type(model).__name__}(model)",
-        )
-    if ctx.plan.strategy in _OF_FIT:
-        setting, without = _OF_FIT[ctx.plan.strategy]
-        raise PlanError(
-            f"{setting} is set, and ctx.prepare cannot train so",
-            allowed=f"nb.fit with {setting}, or ctx.prepare without it",
-            do=f"set {without}, or train with nb.fit",
         )
     return with_data_parallel(ctx, with_sync_batchnorm(ctx, ctx.config, model))

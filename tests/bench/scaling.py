@@ -26,7 +26,6 @@ SETTINGS: dict[str, dict[str, object]] = {
     "bucket_cap_mb: 0.02": {"bucket_cap_mb": 0.02},
     "static_graph": {"static_graph": True},
     "compression: fp16": {"compression": "fp16"},
-    "local_sgd_steps: 8": {"local_sgd_steps": 8},
 }
 
 

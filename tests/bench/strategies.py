@@ -1,13 +1,9 @@
-"""FSDP and a pipeline beside DDP on two ranks: memory of weights and optimizer, time of a step.
-
-Of a sharded checkpoint the memory that rank 0 needs besides, beside a whole one.
-"""
+"""FSDP beside DDP on two ranks: memory of weights and optimizer, time of a step."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import resource
 import sys
 import time
 from typing import Any
@@ -16,7 +12,6 @@ import nbtoolkit as nb
 from tests.bench.figures import Figure, in_fresh_process, median, quiet_config
 
 STEPS, PAIRS, WIDTH, BLOCKS = 40, 3, 384, 6
-FORMS = ("sharded", "whole")
 
 
 def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
@@ -53,61 +48,25 @@ def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
     return {**found, "seconds": median(gaps)}
 
 
-def save_once(config: nb.Config, ctx: nb.RunContext) -> float:
-    """Bytes by which a rank's peak memory grows in a fit's only checkpoint, after its last step."""
-    import torch
-    from torch import nn
-
-    class Look(nb.Callback):
-        before = 0
-
-        def on_train_batch_end(self, state: Any) -> None:
-            self.before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-    look, model = Look(), nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(24)])
-    data = torch.randn(8, 1024)
-    nb.fit(ctx, config, model, (data, data), None, loss=nn.functional.mse_loss, callbacks=[look])
-    return 1024.0 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - look.before)
-
-
-def growth(form: str) -> dict[str, float]:
-    """The growth of rank 0, with ``checkpoint.format: form``."""
-    settings = {
-        "distributed.strategy": "fsdp",
-        "checkpoint.format": form,
-        "optim.name": "adamw",
-        "train.batch_size": 4,
-        "train.epochs": 1,
-    }
-    with quiet_config(**settings) as config:
-        result = nb.launch(save_once, config, processes=2, resume="never", display="off")
-        return {"bytes": result.values[0]}
-
-
 def measure(strategy: str) -> dict[str, float]:
     """The values of a launch's rank that has the most."""
-    if strategy in ("whole", "sharded"):
-        return growth(strategy)
     settings = {
         "distributed.strategy": strategy,
         "train.batch_size": 32,
         "train.epochs": 1,
         "checkpoint.enabled": False,
     }
-    if strategy == "pipeline":
-        settings["train.gradient_accumulation_steps"] = 8
     with quiet_config(**settings) as config:
         values = nb.launch(train, config, processes=2, resume="never", display="off").values
     return {name: max(one[name] for one in values) for name in values[0]}
 
 
 def figures() -> list[Figure]:
-    kinds = ("fsdp", "ddp", "pipeline")
+    kinds = ("fsdp", "ddp")
     runs = [
         {kind: in_fresh_process("tests.bench.strategies", kind) for kind in kinds}
         for _ in range(PAIRS)
     ]
-    sharded, whole = (in_fresh_process("tests.bench.strategies", one) for one in FORMS)
 
     def ratio(kind: str, name: str) -> float:
         return median([run[kind][name] / run["ddp"][name] for run in runs])
@@ -115,13 +74,6 @@ def figures() -> list[Figure]:
     return [
         Figure("fsdp/ddp, 2 ranks: weights and optimizer", ratio("fsdp", "bytes"), "x", 0.6, 0.6),
         Figure("fsdp/ddp, 2 gloo ranks on CPUs: step", ratio("fsdp", "seconds"), "x"),
-        Figure("pipeline/ddp, 2 ranks: weights and optimizer", ratio("pipeline", "bytes"), "x"),
-        Figure("pipeline/ddp, 2 gloo ranks on CPUs: step", ratio("pipeline", "seconds"), "x"),
-        Figure(
-            "sharded/whole checkpoint: rank 0's memory besides",
-            sharded["bytes"] / whole["bytes"],
-            "x",
-        ),
     ]
 
 

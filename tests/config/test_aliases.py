@@ -63,7 +63,7 @@ def test_other_launchers_names_are_understood(
         ({"distributed": {"output_device": 0}}, r"belongs to DataParallel"),
         ({"train": {"deepspeed_config": "ds.json"}}, r"DeepSpeed's own file(.|\n)*zero_stage"),
         ({"train": {"zero_stage": 3}}, r"did you mean 'distributed.zero_stage'"),
-        ({"distributed": {"enable_hybrid": True}}, r"a hybrid mode(.|\n)*strategy: pipeline"),
+        ({"distributed": {"enable_hybrid": True}}, r"a hybrid mode(.|\n)*strategy: hybrid"),
         ({"distributed": {"backend": "mpi"}}, r"backend: 'mpi' is refused: torch has it only when"),
         ({"distributed": {"backend": "pytorch-ddp"}}, r"is refused: set distributed.strategy: ddp"),
         ({"distributed": {"init_method": "env://"}}, r"can only be env://(.|\n)*remove it"),

@@ -182,8 +182,8 @@ ON_RANKS = {
     "distributed.sync_batchnorm": (False, True),
     "runtime.compare_ranks": (True, False),
 }
-# tests/training/test_strategies.py shows its effect.
-PROVEN.append("distributed.local_sgd_steps")
+# tests/training/test_strategies.py shows what they mean.
+PROVEN.extend(["distributed.zero_stage", "distributed.offload"])
 PROVEN.extend([*ON_RANKS, "distributed.compression", "distributed.powersgd_rank"])
 
 

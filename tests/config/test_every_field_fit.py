@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from every_field import PROVEN, proves
-from frameworks import needs_torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, get_worker_info
@@ -19,7 +18,6 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.events import EventReader
-from nbtoolkit.training.strategies.deepspeed import deepspeed_settings
 from nbtoolkit.worker.context import RunContext
 
 Settings = dict[str, Any]
@@ -368,34 +366,6 @@ def test_checkpoints_are_written_and_kept_as_set(run: Run) -> None:
     )
     assert saved(two) == saved(three) == [3, 6, 9]
     assert (kept(two), kept(three)) == (2, 3)
-
-
-@needs_torch(2, 8)
-@proves("checkpoint.format")
-def test_checkpoints_have_the_format_that_is_set(tmp_path: Path) -> None:
-    settings = {**BASE, "runtime.output_dir": str(tmp_path), "checkpoint.enabled": True}
-    for form in ("whole", "sharded"):
-        own = {"distributed.strategy": "fsdp", "checkpoint.format": form, "train.batch_size": 4}
-        result = nb.launch(one_fit, {**settings, **own}, processes=2, display="off", resume="never")
-        [newest] = result.paths.checkpoints.glob("step-*")
-        assert (newest / "shards").is_dir() is (form == "sharded")
-        assert (newest / "model.pt").exists() is (form == "whole")
-
-
-@proves("distributed.zero_stage", "distributed.offload")
-def test_deepspeed_gets_the_stage_and_the_offload_that_are_set() -> None:
-    """What they do there is in tests/cluster/test_deepspeed.py, where it is installed."""
-
-    def zero(**more: Any) -> Any:
-        own = {f"distributed.{name}": value for name, value in more.items()}
-        config = nb.load_config(env=None, overrides={"distributed.strategy": "deepspeed", **own})
-        return deepspeed_settings(config.distributed, 10)["zero_optimization"]
-
-    assert zero()["stage"] == 2
-    assert zero(zero_stage=3)["stage"] == 3
-    assert "offload_optimizer" not in zero()
-    both = zero(zero_stage=3, offload="all")
-    assert {both[name]["device"] for name in ("offload_optimizer", "offload_param")} == {"cpu"}
 
 
 @proves("checkpoint.monitor", "checkpoint.mode", "checkpoint.weights")

@@ -1,4 +1,4 @@
-"""Run tests/cluster with Ray and DeepSpeed: ``make test-cluster``.
+"""Run tests/cluster with Ray: ``make test-cluster``.
 
     python -m tests.pythons.cluster [PYTEST ARGUMENTS]
 
@@ -16,7 +16,6 @@ FOLDER = ROOT / "build/cluster"
 TESTS = (
     "tests/cluster",
     "tests/config/test_every_field_cluster.py",
-    "tests/search/test_trial_processes.py::test_a_trial_after_others_trains_as_a_run_of_its_own",
 )
 
 

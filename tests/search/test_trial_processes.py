@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -252,16 +251,9 @@ def layers_trial(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
     return nb.fit(ctx, config, model, data, data, loss=nn.functional.cross_entropy)
 
 
-# DeepSpeed takes some seconds to import; make test-cluster installs it.
-DEEPSPEED = pytest.param("deepspeed", marks=pytest.mark.cluster)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["fsdp", "pipeline", DEEPSPEED])
-def test_a_trial_after_others_trains_as_a_run_of_its_own(config: nb.Config, strategy: str) -> None:
-    if find_spec("deepspeed") is None and strategy == "deepspeed":
-        pytest.skip("NOT TESTED: DeepSpeed is not installed (make test-cluster)")
-    more = {"distributed.strategy": strategy, "distributed.world_size": 2}
+def test_a_trial_after_others_trains_as_a_run_of_its_own(config: nb.Config) -> None:
+    more = {"distributed.strategy": "fsdp", "distributed.world_size": 2}
     sizes = {"train.epochs": 3, "train.batch_size": 16, "train.gradient_accumulation_steps": 2}
     config = config.with_overrides({**more, **sizes})
     study = {"pruner": "median", "pruner_options": {"n_startup_trials": 1}}

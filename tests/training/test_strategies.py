@@ -1,9 +1,10 @@
-"""distributed.strategy: fsdp and distributed.local_sgd_steps, on two real ranks over gloo."""
+"""distributed.strategy: fsdp and the names that mean it, on two and four real ranks over gloo."""
 
 from __future__ import annotations
 
 import json
-import sys
+import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,19 +21,18 @@ from torch.nn.functional import cross_entropy
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.plan import LaunchPlan, make_plan
-from nbtoolkit.errors import ConfigError, FitError, MissingExtra, PlanError
+from nbtoolkit.errors import CheckpointError, ConfigError, FitError, PlanError, WorkerDied
 from nbtoolkit.host import detect_host
 from nbtoolkit.integrations.support import check_strategy
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
 from nbtoolkit.search.slots import make_slots
 from nbtoolkit.training.fsdp import prepare_optimizer
-from nbtoolkit.training.strategy import make_strategy
+from nbtoolkit.training.optim.scheduled import by_name, by_number
 from nbtoolkit.worker.context import RunContext
 
 pytestmark = needs_torch(2, 7)
 
 FSDP = {"distributed.strategy": "fsdp"}
-ZERO = {"distributed.strategy": "deepspeed"}
 ADAM = {"optim.name": "adamw", "optim.lr": 0.01, "optim.momentum": 0.0}
 
 
@@ -111,18 +111,23 @@ def fitted(config: Config, ctx: RunContext) -> Any:
             id="checkpointed",
             marks=pytest.mark.long,
         ),
+        pytest.param(
+            {**ADAM, "train.gradient_accumulation_steps": 3, "distributed.zero_stage": 2},
+            id="without-resharding",
+        ),
     ],
 )
 def test_fsdp_trains_as_one_process_does(tmp_path: Path, more: dict[str, Any]) -> None:
-    config = settings(tmp_path, **more)
+    stage = {name: value for name, value in more.items() if name.startswith("distributed.")}
+    config = settings(tmp_path, **{name: more[name] for name in more.keys() - stage.keys()})
     one = launch(fitted, config, ranks=1)
-    two = launch(fitted, config.with_overrides(FSDP))
+    two = launch(fitted, config.with_overrides({**FSDP, **stage}))
     assert (one.plan.strategy, two.plan.strategy) == ("single", "fsdp")
     (values, weights, outputs, _), (sharded, *_, share) = one.value, two.value
     assert sharded == pytest.approx(values, abs=1e-4)
     assert share == pytest.approx(0.5, abs=0.06)
     for _, same, predicted, _ in two.values:
-        close(same, weights)
+        close(same, weights, atol=1e-6)
         torch.testing.assert_close(predicted, outputs, atol=1e-5, rtol=0)
     logged = [
         [event["values"].get("grad_norm") for event in events(result)] for result in (one, two)
@@ -134,6 +139,16 @@ def test_fsdp_trains_as_one_process_does(tmp_path: Path, more: dict[str, Any]) -
 def events(result: nb.RunResult) -> list[dict[str, Any]]:
     lines = map(json.loads, result.paths.events.read_text().splitlines())
     return [event for event in lines if event["type"] == "metrics"]
+
+
+def test_hybrid_trains_two_copies_of_the_model_divided_over_two_ranks_each(tmp_path: Path) -> None:
+    config = settings(tmp_path, **ADAM, **{"train.max_grad_norm": 0.5})
+    one = launch(fitted, config, ranks=1)
+    four = launch(fitted, config.with_overrides({"distributed.strategy": "hybrid"}), ranks=4)
+    assert dict(four.plan.fsdp)["replicas"] == 2
+    assert four.value[3] == pytest.approx(0.5, abs=0.06)  # a quarter without replicas
+    for _, weights, *_ in four.values:
+        close(weights, one.value[1], atol=1e-6)
 
 
 @pytest.mark.long
@@ -176,7 +191,7 @@ def stops_once(config: Config, ctx: RunContext) -> Any:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param(("fsdp", 2), ("fsdp", 2)),
+        pytest.param(("fsdp", 2), ("auto", 2)),
         pytest.param(("fsdp", 2), ("auto", 1), marks=pytest.mark.long),
         pytest.param(("auto", 1), ("fsdp", 2), marks=pytest.mark.long),
         pytest.param(("fsdp", 2), ("ddp", 2), marks=pytest.mark.long),
@@ -196,7 +211,9 @@ def test_a_checkpoint_resumes_under_another_strategy(
     assert newest is not None
     saved = torch.load(newest.folder / "training.pt", weights_only=True)
     assert saved["step"] == 6
-    assert {type(one) for one in saved["optimizer"]["state"][0].values()} == {torch.Tensor}
+    by_name = saved["optimizer"]["state"]
+    assert list(by_name) == [name for name, _ in Net().named_parameters()]
+    assert {type(value) for state in by_name.values() for value in state.values()} == {torch.Tensor}
     nb.load_model(newest.folder, Net(seed=5))  # plain inference
     second = config.with_overrides({"distributed.strategy": after[0]})
     resumed = launch(stops_once, second, ranks=after[1], resume=folder)
@@ -210,6 +227,61 @@ def uninterrupted(config: Config, ctx: RunContext) -> Any:
     model = Net()
     data = samples(37), samples(11, seed=1)
     return nb.fit(ctx, config, model, *data, loss=cross_entropy), state_of(model)
+
+
+def killed_once(config: Config, ctx: RunContext) -> Any:
+    """Fit; in the first launch rank 1 kills itself after step 7 of 12, within an epoch."""
+    first = not (ctx.paths.folder / "killed").exists()
+    model = Net(seed=ctx.rank)
+
+    class Kill(nb.Callback):
+        def on_train_batch_end(self, state: Any) -> None:
+            if first and state.step == 7 and ctx.rank == 1:
+                (ctx.paths.folder / "killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    data = samples(37), samples(11, seed=1)
+    values = nb.fit(ctx, config, model, *data, loss=cross_entropy, callbacks=[Kill()])
+    return values, state_of(model)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({**ADAM, **FSDP, "train.max_grad_norm": 0.5}, id="adamw"),
+        # SGD without momentum has no state
+        pytest.param({**FSDP, "optim.momentum": 0.0}, id="sgd", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_that_was_killed_ends_with_the_same_bits(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    config = settings(tmp_path, **more, **{"checkpoint.every_steps": 2})
+    whole = launch(uninterrupted, config)
+    with pytest.raises(WorkerDied):
+        launch(killed_once, config, name="killed")
+    (folder,) = tmp_path.glob("*killed*")
+    resumed = launch(killed_once, config, resume=folder)
+    assert "fit: resumes after epoch 1, 2 steps into" in (folder / "ranks/0/log.txt").read_text()
+    (values, weights), (expected, wanted) = resumed.value, whole.value
+    assert values == expected
+    close(weights, wanted, atol=0)
+
+
+def test_a_state_by_name_is_refused_for_other_parameters() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    names = [name for name, _ in model.named_parameters()]
+    state = by_name(optimizer.state_dict(), names)
+    reordered = torch.optim.Adam(reversed(list(model.parameters())))
+    reordered.load_state_dict(by_number(state, names[::-1]))
+    for parameter in model.parameters():
+        moments = optimizer.state[parameter], reordered.state[parameter]
+        torch.testing.assert_close(*[moment["exp_avg"] for moment in moments], atol=0, rtol=0)
+    with pytest.raises(CheckpointError, match=r"trained other parameters: 1\.bias"):
+        by_number(state, names[:-1])
 
 
 def test_a_scaler_divides_the_gradients_of_an_optimizer_that_is_no_longer_fused() -> None:
@@ -232,11 +304,8 @@ def reported(events: Path) -> bool:
     return events.exists() and '"report"' in events.read_text()
 
 
-@pytest.mark.parametrize(
-    "more", [FSDP, pytest.param({"distributed.local_sgd_steps": 3}, marks=pytest.mark.long)]
-)
-def test_a_stop_request_saves_on_all_ranks(tmp_path: Path, more: dict[str, Any]) -> None:
-    config = settings(tmp_path, **more, **{"train.epochs": 100_000})
+def test_a_stop_request_saves_on_all_ranks(tmp_path: Path) -> None:
+    config = settings(tmp_path, **FSDP, **{"train.epochs": 100_000})
     handle = launch(goes_on, config, wait=False)
     deadline = time.monotonic() + 60
     while not reported(handle.paths.events) and time.monotonic() < deadline:
@@ -366,76 +435,6 @@ def test_mistakes_are_refused_with_what_to_do(tmp_path: Path) -> None:
             assert "Do now:" in error
 
 
-# --- local SGD ---
-
-
-def plainly(config: Config, ctx: RunContext) -> Any:
-    """Fit; returns the values, the weights, and how often the ranks' weights were equal."""
-    import torch.distributed as dist
-
-    model, equal = Net(seed=ctx.rank), []
-
-    class Look(nb.Callback):
-        def on_train_batch_end(self, state: Any) -> None:
-            if ctx.world_size > 1:
-                both = [torch.empty(3, 16) for _ in range(2)]
-                dist.all_gather(both, model.last.weight.detach())
-                equal.append(bool(torch.equal(*both)))
-
-    data = samples(37), samples(11, seed=1)
-    values = nb.fit(ctx, config, model, *data, loss=cross_entropy, callbacks=[Look()])
-    return values, state_of(model), equal
-
-
-@pytest.mark.long
-def test_local_sgd_of_one_step_is_ddp_and_of_more_is_near_it(tmp_path: Path) -> None:
-    config = settings(tmp_path)  # SGD with momentum: the mean of the steps is the step of the mean
-    one = launch(plainly, config, ranks=1)
-    exact = launch(plainly, config.with_overrides({"distributed.local_sgd_steps": 1}))
-    rare = launch(plainly, config.with_overrides({"distributed.local_sgd_steps": 3}))
-    assert rare.plan.strategy == "local_sgd"
-    assert exact.value[0] == pytest.approx(one.value[0], abs=1e-4)
-    close(exact.value[1], one.value[1])
-    # Four steps an epoch: averaged after steps 3, 6, 9, 12, and after each epoch.
-    assert rare.value[2] == [step % 3 == 0 for step in range(1, 13)]
-    assert rare.value[0]["val_loss"] == pytest.approx(one.value[0]["val_loss"], abs=0.2)
-    for _, weights, _ in rare.values:
-        close(weights, rare.value[1], atol=0)
-
-
-@pytest.mark.parametrize(
-    "ranks", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
-)
-def test_local_sgd_resumes_exactly_on_as_many_ranks(tmp_path: Path, ranks: int) -> None:
-    more = {"checkpoint.every_steps": 2, "distributed.local_sgd_steps": 4, "train.batch_size": 6}
-    config = settings(tmp_path, **ADAM, **more)  # seven steps an epoch; saved between two averages
-    whole = launch(uninterrupted, config)
-    with pytest.raises(RuntimeError, match="stopped here"):
-        launch(stops_once, config, name="resumed")
-    (folder,) = tmp_path.glob("*resumed*")
-    newest, _ = CheckpointStore(folder / "checkpoints").good("step")
-    assert newest is not None
-    saved = torch.load(newest.folder / "training.pt", weights_only=True)
-    assert (saved["step"], saved["local"]["apart"]) == (6, True)
-    models = [one["model"]["first.weight"] for one in saved["local"]["ranks"]]
-    assert not torch.equal(*models)
-    inference = nb.load_model(newest.folder, Net(seed=5))
-    torch.testing.assert_close(inference.first.weight.detach(), (models[0] + models[1]) / 2)
-    resumed = launch(stops_once, config, ranks=ranks, resume=folder)
-    (values, weights), (expected, wanted) = resumed.value, whole.value
-    if ranks == 2:
-        assert values == expected
-        close(weights, wanted, atol=0)
-    else:
-        assert values["val_loss"] == pytest.approx(expected["val_loss"], abs=0.2)
-
-
-def test_own_loops_refuse_local_sgd(tmp_path: Path) -> None:
-    config = settings(tmp_path, **{"distributed.local_sgd_steps": 2})
-    with pytest.raises(PlanError, match=r"ctx.prepare cannot train so[\s\S]*train with nb.fit"):
-        launch(own_loop, config)
-
-
 # --- the configuration and the plan ---
 
 
@@ -451,30 +450,22 @@ def test_own_loops_refuse_local_sgd(tmp_path: Path) -> None:
             {**FSDP, "distributed.backend": "tensorflow"},
             r"strategy: fsdp conflicts with distributed.backend: tensorflow",
         ),
-        ({**FSDP, "distributed.local_sgd_steps": 2}, r"fsdp conflicts with .*local_sgd_steps: 2"),
         (
-            {"train.weight_averaging": "swa", "distributed.local_sgd_steps": 2},
-            r"local_sgd_steps: 2 conflicts with train.weight_averaging: swa",
-        ),
-        ({**ZERO, "train.compile": True}, r"deepspeed conflicts with train.compile: true"),
-        ({**ZERO, "train.weight_averaging": "ema"}, r"deepspeed conflicts with .*averaging: ema"),
-        ({**ZERO, "distributed.local_sgd_steps": 2}, r"deepspeed conflicts with .*local_sgd_st"),
-        ({**ZERO, "distributed.backend": "tensorflow"}, r"deepspeed conflicts with .*tensorflow"),
-        ({**ZERO, "distributed.enabled": False}, r"deepspeed conflicts with .*enabled: false"),
-        (
-            {**ZERO, "checkpoint.format": "sharded"},
-            r"deepspeed conflicts with checkpoint.format: sharded(.|\n)*set .*format: whole",
+            {"distributed.zero_stage": 3, "train.compile": True},
+            r"zero_stage: 3 conflicts with train.compile: true",
         ),
         (
-            {**ZERO, "distributed.offload": "all"},
-            r"offload: all conflicts with distributed.zero_stage: 2(.|\n)*set zero_stage: 3",
+            {"distributed.strategy": "hybrid", "train.weight_averaging": "ema"},
+            r"hybrid conflicts with .*averaging: ema",
         ),
-        ({"distributed.zero_stage": 3}, r"zero_stage: 3 conflicts with distributed.strategy: auto"),
         (
-            {"distributed.strategy": "pipeline", "distributed.offload": "optimizer"},
-            r"offload: optimizer conflicts with distributed.strategy: pipeline",
+            {"distributed.strategy": "ddp", "distributed.zero_stage": 3},
+            r"zero_stage: 3 conflicts with distributed.strategy: ddp(.|\n)*set strategy: fsdp",
         ),
-        ({**ZERO, "distributed.zero_stage": 4}, r"zero_stage: 4 is not allowed(.|\n)*1, 2 or 3"),
+        ({"distributed.zero_stage": 4}, r"zero_stage: 4 is not allowed(.|\n)*1, 2, 3 or null"),
+        ({"distributed.strategy": "pipeline"}, r"'pipeline' is refused(.|\n)*pipeline.md"),
+        ({"distributed.strategy": "local_sgd"}, r"'local_sgd' is refused(.|\n)*pipeline.md"),
+        ({"distributed.local_sgd_steps": 8}, r"local SGD(.|\n)*pipeline.md"),
     ],
 )
 def test_conflicts_are_refused_when_the_configuration_is_read(
@@ -484,44 +475,61 @@ def test_conflicts_are_refused_when_the_configuration_is_read(
         nb.load_config(env=None, overrides=more)
 
 
-def test_the_plan_says_what_one_process_and_several_do() -> None:
-    def plan(ranks: Any, gpus: int, **more: Any) -> LaunchPlan:
-        config = configured(overrides={"distributed.world_size": ranks, **more})
-        return make_plan(config, detect_host({}), machine(*[T4] * gpus, build=CPU_BUILD))
+def plan(gpus: int = 2, **more: Any) -> LaunchPlan:
+    own = {"train.batch_size": 48, **{f"distributed.{name}": value for name, value in more.items()}}
+    config = configured(overrides=own)
+    return make_plan(config, detect_host({}), machine(*[T4] * gpus))
 
-    alone = plan(1, 0, **FSDP)
+
+def test_fsdp_is_for_several_ranks() -> None:
+    alone = plan(0, strategy="fsdp", world_size=1)
     assert (alone.strategy, alone.processes) == ("single", 1)
-    assert any("fsdp, and there is one process: it trains as single" in r for r in alone.reasons)
-    both = plan("auto", 0, **FSDP)
+    assert "distributed.strategy: fsdp trains as single: there is one process" in alone.reasons
+    both = plan(0, strategy="fsdp")
     assert (both.strategy, both.processes) == ("fsdp", 2)
-    zero = plan(1, 0, **ZERO)
-    assert any(
-        "deepspeed, and there is one process: it trains as single" in r for r in zero.reasons
-    )
-    sharded = {"distributed.zero_stage": 3, "distributed.offload": "all", "train.batch_size": 12}
-    own = configured(overrides={**ZERO, **sharded})
-    zero = make_plan(own, detect_host({}), machine(T4, T4))
-    assert (zero.strategy, zero.precision) == ("deepspeed", "fp32")
-    assert any("stage 3" in r and "weights; all in CPU memory" in r for r in zero.reasons)
-    with pytest.raises(PlanError, match=r"deepspeed has no loss scale(.|\n)*fp32, bf16 or auto"):
-        make_plan(own.with_overrides({"train.precision": "fp16"}), detect_host({}), machine(T4, T4))
-    local = plan(1, 0, **{"distributed.local_sgd_steps": 2})
-    assert any("local_sgd_steps has nothing to do" in reason for reason in local.reasons)
-    assert "local_sgd over gloo" in plan(2, 0, **{"distributed.local_sgd_steps": 2}).explain()
+    assert dict(both.fsdp) == {"reshard_after_forward": True, "offload": False, "replicas": 1}
+
+
+@pytest.mark.parametrize(
+    ("more", "expected", "said"),
+    [
+        ({"strategy": "deepspeed"}, (False, False, 1), "deepspeed trains with torch's fsdp"),
+        ({"strategy": "deepspeed", "zero_stage": 3}, (True, False, 1), "as ZeRO stage 3 does"),
+        ({"zero_stage": 2}, (False, False, 1), "zero_stage: 2 trains with torch's fsdp"),
+        ({"zero_stage": 3}, (True, False, 1), "zero_stage: 3 trains with torch's fsdp"),
+        ({"zero_stage": 1}, (False, False, 1), "zero_stage 1 trains as stage 2"),
+        ({"offload": "optimizer"}, (True, True, 1), "offload: weights, gradients and"),
+        ({"strategy": "fsdp", "offload": "all"}, (True, True, 1), "in CPU memory"),
+        ({"strategy": "hybrid"}, (True, False, 1), "hybrid needs an even number of ranks from 4"),
+        ({"strategy": "hybrid", "gpus": 4}, (True, False, 2), "2 groups of 2 ranks each have"),
+        ({"strategy": "hybrid", "gpus": 3}, (True, False, 1), "3 ranks are one group"),
+        ({"offload": "all", "gpus": 0}, (True, False, 1), "offload has nothing to do"),
+    ],
+)
+def test_names_of_other_tools_mean_fsdp_and_the_plan_says_so(
+    more: dict[str, Any], expected: tuple[bool, bool, int], said: str
+) -> None:
+    made = plan(**more)
+    assert made.strategy == "fsdp"
+    assert tuple(made.fsdp.values()) == expected
+    assert said in made.explain()
+    assert LaunchPlan.from_dict(made.to_dict()) == made
+
+
+def test_offload_has_no_loss_scale_for_fp16() -> None:
+    assert plan(strategy="fsdp").precision == "fp16"
+    assert plan(strategy="fsdp", offload="all").precision == "fp32"
+    config = configured(overrides={"distributed.offload": "all", "train.precision": "fp16"})
+    with pytest.raises(PlanError, match=r"no loss scale(.|\n)*fp32, bf16 or auto"):
+        make_plan(config, detect_host({}), machine(T4, T4))
 
 
 def test_trials_of_a_sweep_are_sharded_over_all_devices_or_refused() -> None:
     config, two = configured(overrides=FSDP), machine(T4, T4, build=CPU_BUILD)
     slots = make_slots(config, two)
-    assert (len(slots.slots), slots.why) == (1, "distributed.strategy is fsdp")
+    assert (len(slots.slots), slots.why) == (1, "distributed.strategy: fsdp")
     with pytest.raises(PlanError, match=r"fsdp, and placement gives each trial one device"):
         make_slots(config, two, "device_per_trial")
-    local = configured(overrides={"distributed.local_sgd_steps": 2})
-    single = make_slots(local, two, "device_per_trial").slots[0]
-    assert (
-        make_plan(local.with_overrides(single.overrides), detect_host({}), single.hardware).strategy
-        == "single"
-    )
 
 
 def test_other_trainers_refuse_what_they_would_not_do(tmp_path: Path) -> None:
@@ -530,24 +538,3 @@ def test_other_trainers_refuse_what_they_would_not_do(tmp_path: Path) -> None:
     ctx.plan = replace(ctx.plan, strategy="fsdp")
     with pytest.raises(PlanError, match="is fsdp, and Lightning's Trainer would train with DDP"):
         check_strategy(ctx, "Lightning's Trainer")
-
-
-def test_without_deepspeed_the_install_line_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    ctx = Run(tmp_path / "run").context(configured())
-    ctx.plan = replace(ctx.plan, strategy="deepspeed")
-    with pytest.raises(MissingExtra, match=r"needs DeepSpeed(.|\n)*pip install .*deepspeed"):
-        make_strategy(ctx, ctx.config).wrap(Net(), steps=1)
-
-
-def test_an_installation_without_the_folder_names_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "nbtoolkit.training.fsdp", None)
-    ctx = Run(tmp_path / "run").context(configured())
-    ctx.plan = replace(ctx.plan, strategy="fsdp")
-    with pytest.raises(FitError, match=r"strategy is fsdp, and this installation is without"):
-        make_strategy(ctx, ctx.config)

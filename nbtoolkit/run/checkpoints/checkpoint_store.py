@@ -4,7 +4,6 @@
       step-000001200/   model.pt  training.pt  manifest.json    everything needed to resume
       best-000000900/   model.pt  manifest.json                 the best epoch's weights
                         loss_parameters.pt                      those of a loss that is trained
-      step-000001500/   shards/  training.pt  manifest.json     the same, with tensors in parts
       fit-2/            the same for the second fit of a training function
 
 A checkpoint is written to a folder whose name begins with a dot, its manifest (sizes and SHA-256 of
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import IO, Any, Literal, TypeAlias, TypedDict, cast
 
 from nbtoolkit.errors import CheckpointError
-from nbtoolkit.run.checkpoints import shards
 from nbtoolkit.run.paths import (
     atomic_file,
     make_folder,
@@ -216,34 +214,12 @@ class StoredCheckpoint:
         return stored
 
     def read(self, part: str) -> State:
-        """The state in ``<part>.pt``, on the CPU; the model also from its parts.
+        """The state in ``<part>.pt``, on the CPU.
 
         Raises:
             CheckpointError: the file is missing or damaged.
         """
-        if part == "model" and self.sharded:
-            return shards.read_shards(self.folder / shards.FOLDER, shards.MODEL)
         return read_state(self.folder / f"{part}.pt")
-
-    @property
-    def sharded(self) -> bool:
-        """Whether the tensors of model and optimizer are in parts."""
-        return any(name.startswith(f"{shards.FOLDER}/") for name in self.files)
-
-    def whole(self, training: State) -> State:
-        """The state to resume from, on the CPU, as one process has it.
-
-        Args:
-            training: that part of it.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
-        state = {**training, **self.weights()}
-        if self.sharded:
-            tensors = shards.read_shards(self.folder / shards.FOLDER, shards.OPTIMIZER)
-            state["optimizer"] = shards.with_tensors(training["optimizer"], tensors)
-        return state
 
     def weights(self) -> State:
         """The weights of the model, and of a loss that was trained with it.
@@ -288,7 +264,7 @@ class CheckpointStore:
         self,
         kind: Kind,
         step: int,
-        parts: Mapping[str, Mapping[str, object] | shards.Shards],
+        parts: Mapping[str, Mapping[str, object]],
         fields: Mapping[str, object],
     ) -> Path:
         """Write a checkpoint atomically, then delete older ones.
@@ -296,8 +272,7 @@ class CheckpointStore:
         Args:
             kind: ``"step"`` to resume from, ``"best"`` to predict with.
             step: optimizer steps done.
-            parts: file name (without ``.pt``) -> state of tensors and plain values; or parts of
-                tensors, which are moved.
+            parts: file name (without ``.pt``) -> state of tensors and plain values.
             fields: further fields of the manifest, plain values.
 
         Raises:
@@ -308,12 +283,7 @@ class CheckpointStore:
         building = temporary_beside(self.folder / "new-")
         try:
             building.mkdir()
-            files: dict[str, StoredFile] = {}
-            for name, state in parts.items():
-                if isinstance(state, shards.Shards):
-                    files |= _moved(building, state)
-                else:
-                    files[f"{name}.pt"] = _write(building, name, state)
+            files = {f"{name}.pt": _write(building, name, state) for name, state in parts.items()}
             manifest = {"format": FORMAT, "kind": kind, "step": step, **fields, "files": files}
             write_json(building / _MANIFEST, manifest)
             folder = self._publish(building, self.folder / f"{kind}-{step:09d}")
@@ -416,18 +386,6 @@ def _write(folder: Path, name: str, state: Mapping[str, object]) -> StoredFile:
         hashing = _HashingFile(file)
         dump_state(state, hashing)
         return hashing.close()
-
-
-def _moved(building: Path, parts: shards.Shards) -> dict[str, StoredFile]:
-    if parts.error:
-        raise OSError(parts.error)
-    os.rename(parts.folder, building / shards.FOLDER)
-    return {f"{shards.FOLDER}/{name}": file for name, file in parts.files.items()}
-
-
-def stored_file(path: Path) -> StoredFile:
-    """Size and SHA-256 of a file."""
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _stored(folder: Path) -> StoredCheckpoint | None:

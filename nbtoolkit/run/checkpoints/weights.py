@@ -17,7 +17,6 @@ from nbtoolkit.run.checkpoints.checkpoint_store import (
     read_state,
     without_compile,
 )
-from nbtoolkit.run.checkpoints.shards import FOLDER, MODEL, read_shards
 from nbtoolkit.run.paths import RunPaths, reading
 
 if TYPE_CHECKING:
@@ -65,17 +64,8 @@ def load_model(path: str | os.PathLike[str] | HasWeights, model: Model) -> Model
             allowed="a file of ctx.save, or the folder of a run with checkpoints",
             do="train with checkpoint.enabled: true, or ctx.save({'model': model.state_dict()})",
         )
-    load_weights(read_weights(file), model, source=str(file))
+    load_weights(read_state(file), model, source=str(file))
     return model.eval()
-
-
-def read_weights(path: Path) -> Mapping[str, object]:
-    """The weights that :func:`find_weights` found, on the CPU.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
-    return read_shards(path, MODEL) if path.is_dir() else read_state(path)
 
 
 def load_weights(state: Mapping[str, object], model: torch.nn.Module, *, source: str) -> None:
@@ -111,10 +101,10 @@ def fitting_weights(
 
 
 def find_weights(path: Path, kind: Literal["best", "last"] | None = None) -> Path | None:
-    """The file with a model's weights, or the folder with its parts; None: there is none.
+    """Return the file with a model's weights; None: there is none.
 
     Args:
-        path: a file or such a folder (returned as it is), a checkpoint folder, or a run's folder.
+        path: a file (returned as it is), a checkpoint folder, or a run's folder.
         kind: which weights of a run; None: those that its ``checkpoint.weights`` names. If there
             are no best weights, the last ones are used.
 
@@ -122,7 +112,7 @@ def find_weights(path: Path, kind: Literal["best", "last"] | None = None) -> Pat
         CheckpointError: all checkpoints are damaged.
         RunFileError: the run's configuration cannot be read.
     """
-    if not path.is_dir() or path.name == FOLDER:
+    if not path.is_dir():
         return path
     with reading(path):  # it may be another user's
         in_checkpoint = (path / "manifest.json").exists()
@@ -162,8 +152,6 @@ def _in_checkpoint(folder: Path) -> Path:
 
 def _weights_in(entry: StoredCheckpoint) -> Path:
     """The weights to predict with: the averaged ones if the fit saved them."""
-    if entry.sharded:
-        return entry.folder / FOLDER
     return entry.folder / ("averaged.pt" if "averaged.pt" in entry.files else "model.pt")
 
 

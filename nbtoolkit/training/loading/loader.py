@@ -114,8 +114,8 @@ def make_train_loader(
             ``train.drop_last``; a stream of unknown length has no ``train.max_steps``.
     """
     log = None
-    ranks = ctx.plan.data_ranks
-    if config.tracking.record_samples and ctx.rank < ranks:
+    ranks = ctx.world_size
+    if config.tracking.record_samples:
         log = SampleLog(ctx.paths.samples(ctx.rank), ranks=ranks, fit=fit)
     workers = config.train.num_workers
     dtype = float_type(model)
@@ -186,8 +186,8 @@ def _make_sampler(
         batch=ctx.plan.global_batch_size,
         micro=ctx.plan.batch_size_per_device,
         seed=ctx.seed,
-        rank=ctx.rank % ctx.plan.data_ranks,
-        ranks=ctx.plan.data_ranks,
+        rank=ctx.rank,
+        ranks=ctx.world_size,
         drop_last=config.train.drop_last or feed.drop_last,
         smallest=smallest,
         order=None if order is None else order.draw,

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import FitError, some_names
-from nbtoolkit.training.strategy import OWN_MODULE
 
 if TYPE_CHECKING:
     import torch
@@ -38,11 +37,11 @@ def trained_loss(ctx: RunContext, model: nn.Module, loss: object) -> nn.Module |
     module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     named = loss_parameters(model, module)
     shown = some_names([f"{name} {tuple(one.shape)}" for name, one in named.items()])
-    if ctx.plan.strategy in OWN_MODULE:
+    if ctx.plan.strategy == "fsdp":
         raise FitError(
-            f"the loss has parameters of its own, {shown}, which distributed.strategy: "
-            f"{ctx.plan.strategy} cannot train",
-            allowed="single, ddp or dp; with other strategies a loss without parameters",
+            f"the loss has parameters of its own, {shown}, which distributed.strategy: fsdp cannot "
+            "train",
+            allowed="single, ddp or dp; with fsdp a loss without parameters",
             do="set distributed.strategy: ddp, or make the loss a layer of the model",
         )
     ctx.print(f"fit: the parameters of the loss are trained, too: {shown}")

@@ -2,19 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from nbtoolkit.errors import CheckpointError, some_names
 from nbtoolkit.training.model import grad_scaler
 from nbtoolkit.training.optim.schedule import Schedule, set_rate
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.training.strategy import Strategy
     from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext
+
+
+def by_name(state: State, names: Sequence[str]) -> State:
+    """Return an optimizer's ``state_dict`` with parameters by name in place of their numbers.
+
+    Args:
+        state: as the optimizer returns it.
+        names: of the parameters, in the order of their numbers.
+    """
+    named = [
+        {**group, "params": [names[n] for n in group["params"]]} for group in state["param_groups"]
+    ]
+    # An optimizer of the user's may keep more under names of its own.
+    values = {
+        names[key] if isinstance(key, int) else key: value for key, value in state["state"].items()
+    }
+    return {**state, "state": values, "param_groups": named}
+
+
+def by_number(state: State, names: Sequence[str]) -> State:
+    """Undo :func:`by_name`, for an optimizer whose parameters have these names.
+
+    Raises:
+        CheckpointError: the state is of other parameters.
+    """
+    numbers = {name: number for number, name in enumerate(names)}
+    saved = {name for group in state["param_groups"] for name in group["params"]}
+    if different := sorted(saved ^ numbers.keys()):
+        raise CheckpointError(
+            f"the checkpoint's optimizer trained other parameters: {some_names(different)}",
+            allowed="an optimizer over the same parameters, by name",
+            do="freeze the same parameters as before, or launch with resume='never'",
+        )
+    groups = [
+        {**group, "params": sorted(numbers[name] for name in group["params"])}
+        for group in state["param_groups"]
+    ]
+    values = {numbers.get(name, name): value for name, value in state["state"].items()}
+    return {**state, "state": values, "param_groups": groups}
 
 
 class ScheduledOptimizer:
@@ -39,9 +80,11 @@ class ScheduledOptimizer:
         ctx: RunContext,
         config: Config,
         strategy: Strategy,
+        named: Mapping[nn.Parameter, str],
     ) -> None:
         self.name, self.optimizer, self.schedule = name, optimizer, schedule
         self.parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        self._names = [named[parameter] for parameter in self.parameters]
         self.scaler = grad_scaler(ctx, config)
         self.rate = float(optimizer.param_groups[0].get("lr", 0.0))
         self.norm: Tensor | None = None
@@ -74,13 +117,13 @@ class ScheduledOptimizer:
     def state(self) -> State:
         """What a resumed run needs besides the number of steps."""
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": by_name(self.optimizer.state_dict(), self._names),
             "scaler": self.scaler.state_dict(),
             "schedule": self.schedule.state(),
         }
 
     def restore(self, state: State) -> None:
         """Continue from a :meth:`state`."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(by_number(state["optimizer"], self._names))
         self.scaler.load_state_dict(state["scaler"])
         self.schedule.restore(state["schedule"])

@@ -7,7 +7,6 @@ parameters. Instead :meth:`OptimizerHandle.step` averages the gradients of its o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
 
 from nbtoolkit.errors import CheckpointError, FitError
@@ -24,19 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.environment.launch_plan import LaunchPlan
     from nbtoolkit.training.loading.data import Batch
     from nbtoolkit.training.step import StepOfSeveral
     from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext
-
-
-def train_step_class(plan: LaunchPlan, *, several: bool) -> type[TrainStep]:
-    """The class that makes the steps of ``plan``, with one or several optimizers."""
-    if several or plan.strategy != "pipeline":
-        return SeveralTrainStep if several else TrainStep
-    kind: type[TrainStep] = resolve_name("nbtoolkit.training.strategies.pipeline:PipelineTrainStep")
-    return kind
 
 
 class OptimizerHandle(ScheduledOptimizer):
@@ -125,7 +115,9 @@ class SeveralTrainStep(TrainStep):
             optimizer = resolve_optimizer(self.module, given, place, self.loss_module)
             own = schedules.get(name) if isinstance(schedules, Mapping) else schedules
             schedule = UserSchedule(own, total=self.steps, place=f"schedule[{name!r}]")
-            scheduled[name] = OptimizerHandle(name, optimizer, schedule, ctx, config, self.strategy)
+            scheduled[name] = OptimizerHandle(
+                name, optimizer, schedule, ctx, config, self.strategy, self._names()
+            )
         made = [one.optimizer for one in scheduled.values()]
         check_all_held(self.module, made, self.loss_module)
         self.scheduled = scheduled
