@@ -29,6 +29,7 @@ from nbtoolkit.search.slots import make_slots
 from nbtoolkit.training.fsdp import prepare_optimizer
 from nbtoolkit.training.optim.scheduled import by_name, by_number
 from nbtoolkit.worker.context import RunContext
+from nbtoolkit.worker.prepare import make_accelerator
 
 pytestmark = needs_torch(2, 7)
 
@@ -196,6 +197,8 @@ def stops_once(config: Config, ctx: RunContext) -> Any:
         pytest.param(("auto", 1), ("fsdp", 2), marks=pytest.mark.long),
         pytest.param(("fsdp", 2), ("ddp", 2), marks=pytest.mark.long),
         pytest.param(("fsdp", 3), ("fsdp", 2), marks=pytest.mark.long),
+        pytest.param(("hybrid", 4), ("fsdp", 2), marks=pytest.mark.long),
+        pytest.param(("auto", 2), ("hybrid", 4), marks=pytest.mark.long),
     ],
 )
 def test_a_checkpoint_resumes_under_another_strategy(
@@ -380,6 +383,13 @@ def test_an_own_loop_is_sharded_and_saves_whole_states(tmp_path: Path) -> None:
     assert [sharded for sharded, *_ in two.values] == [True, True]
     assert not one.value[0]
     close(two.value[1], one.value[1])
+
+
+def test_own_loops_cannot_clip_gradients_in_cpu_memory(tmp_path: Path) -> None:
+    ctx = Run(tmp_path / "run").context(configured())
+    ctx.plan = replace(ctx.plan, fsdp={"offload": True})
+    with pytest.raises(PlanError, match=r"with distributed.offload(.|\n)*train with nb.fit"):
+        make_accelerator(ctx).clip_grad_norm_([], 1.0)
 
 
 def refusals(config: Config, ctx: RunContext) -> list[str]:
