@@ -19,7 +19,6 @@ from nbtoolkit.folds.make_folds import make_folds
 from nbtoolkit.launcher.options import (
     LaunchOptions,
     SharedOptions,
-    Where,
     check_call,
     takes_options,
 )
