@@ -8,17 +8,25 @@ The settings under ``model`` and ``data``, with their defaults:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
-from nbtoolkit.errors import ConfigError
-from nbtoolkit.tasks import datasets
+from nbtoolkit.errors import ConfigError, MissingExtra
+from nbtoolkit.training.evaluation import predict
+from nbtoolkit.training.loop import fit
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.worker.context import RunContext
+
+Indices: TypeAlias = "Sequence[int] | NDArray[np.int64]"
+
+_SPLIT_SEED = 0  # the split is the same for every run, so that runs can be compared
 
 
 def train(config: Config, ctx: RunContext) -> dict[str, object]:
@@ -35,20 +43,14 @@ def train(config: Config, ctx: RunContext) -> dict[str, object]:
     import torch
 
     images, labels = load()
-    split = datasets.split(labels, config, ctx)
-    scores, outputs = datasets.fit_and_predict(
-        ctx,
-        config,
-        make_model(config),
-        (images, labels),
-        split,
-        loss=torch.nn.functional.cross_entropy,
-        metrics=["accuracy"],
-    )
+    train_part, valid_part = ((images[rows], labels[rows]) for rows in split(labels, config, ctx))
+    model = make_model(config)
+    loss = torch.nn.functional.cross_entropy
+    scores = fit(ctx, config, model, train_part, valid_part, loss=loss, metrics=["accuracy"])
     return {
         **scores,
-        "labels": labels[split[1]].tolist(),
-        "predictions": outputs.argmax(dim=1).tolist(),
+        "labels": valid_part[1].tolist(),
+        "predictions": predict(ctx, model, valid_part[0]).argmax(dim=1).tolist(),
     }
 
 
@@ -58,8 +60,38 @@ def load() -> tuple[Tensor, Tensor]:
     Raises:
         MissingExtra: scikit-learn is not installed.
     """
-    images, labels = datasets.load("digits")
-    return images / 16, labels
+    import torch
+
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MissingExtra(
+            "the digits come with scikit-learn, which is not installed",
+            do="pip install scikit-learn",
+        ) from error
+    pixels, digits = load_digits(return_X_y=True)
+    return torch.as_tensor(pixels, dtype=torch.float32) / 16, torch.as_tensor(digits)
+
+
+def split(labels: Tensor, config: Config, ctx: RunContext) -> tuple[Indices, Indices]:
+    """Return the samples to train on, and those to validate on.
+
+    Args:
+        labels: the class of each sample, of shape (n,); each part gets its share of every class.
+        config: ``data.valid_share`` is the validation set's share (0.2).
+        ctx: in a cross-validation, the samples are those of its fold.
+    """
+    from sklearn.model_selection import train_test_split
+
+    if ctx.fold is not None:
+        return ctx.fold.train_indices, ctx.fold.valid_indices
+    fitted, held_out = train_test_split(
+        range(len(labels)),
+        test_size=config.data.get("valid_share", 0.2),
+        stratify=labels,
+        random_state=_SPLIT_SEED,
+    )
+    return fitted, held_out
 
 
 def make_model(config: Config) -> torch.nn.Module:

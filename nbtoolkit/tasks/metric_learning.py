@@ -16,7 +16,7 @@ from nbtoolkit.errors import CheckpointError, ConfigError, FitError, some_names
 from nbtoolkit.run.checkpoints.checkpoint_store import read_state, write_state
 from nbtoolkit.run.checkpoints.weights import load_weights
 from nbtoolkit.run.paths import atomic_file
-from nbtoolkit.tasks import datasets
+from nbtoolkit.tasks import digits
 from nbtoolkit.tasks.images import Images, from_folder, from_table, split
 from nbtoolkit.training.callbacks import Callback, FitState
 from nbtoolkit.training.evaluation import predict
@@ -114,9 +114,8 @@ def load_images(config: Config) -> Images:
         return from_folder(data.folder, group_pattern=data.get("group_pattern"), **options)
     if "table" in data:
         return from_table(data.table, root=data.get("root"), **data.get("columns", {}), **options)
-    pixels, labels = datasets.load("digits")
-    digits = pixels.reshape(-1, 1, 8, 8) / 16
-    return Images(digits, labels, tuple("0123456789"), size=(8, 8), channels=1)
+    pixels, labels = digits.load()
+    return Images(pixels.reshape(-1, 1, 8, 8), labels, tuple("0123456789"), size=(8, 8), channels=1)
 
 
 def stage_config(config: Config, stage: int) -> Config:

@@ -48,7 +48,7 @@ nb.publish({"metrics": trained.metrics})
 # The same training, which does not go beyond its first checkpoint while there is the file `hold`.
 HELD = """
 import time, torch
-from nbtoolkit.tasks import datasets, digits
+from nbtoolkit.tasks import digits
 
 def loss(outputs, labels):
     while hold.exists() and [*pathlib.Path(folder).glob("*-train-*/checkpoints/step-*")]:
@@ -57,7 +57,7 @@ def loss(outputs, labels):
 
 def train(config, ctx):
     images, labels = digits.load()
-    fitted, held_out = datasets.split(labels, config, ctx)
+    fitted, held_out = digits.split(labels, config, ctx)
     halves = [(images[part], labels[part]) for part in (fitted, held_out)]
     return nb.fit(ctx, config, digits.make_model(config), *halves, loss=loss, metrics=["accuracy"])
 """

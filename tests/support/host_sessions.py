@@ -30,10 +30,10 @@ def loss(outputs, labels):
 
 
 def train(config, ctx):
-    from nbtoolkit.tasks import datasets, digits
+    from nbtoolkit.tasks import digits
 
     images, labels = digits.load()
-    fitted, held_out = datasets.split(labels, config, ctx)
+    fitted, held_out = digits.split(labels, config, ctx)
     return nb.fit(
         ctx,
         config,
