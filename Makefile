@@ -15,7 +15,7 @@
 #   make docs     build the documentation site into build/docs, and check its links and entries
 #   make check    lint, format, types, version
 #   make notebooks  run every notebook in full, store the outputs that are kept (minutes)
-#   make bench    the figures of docs/log.md, after a test that all peers do the same work
+#   make bench    the figures of docs/log.md
 #   make clean    remove what the above made (not outputs/)
 
 # Processes of the tests import the same modules hundreds of times; some images have this variable set.
@@ -81,7 +81,6 @@ notebooks: $(STAMP)
 	@$(BIN)/python tests/notebook_outputs.py store
 
 bench: $(STAMP)
-	@$(BIN)/python -m pytest -m apart tests/tuning
 	@$(BIN)/python -m tests.bench
 
 install: $(STAMP)

@@ -346,7 +346,7 @@ def bench(
     ] = None,
     sections: Annotated[
         str | None,
-        typer.Option(metavar="NAME,...", help="Measure only these sections, such as launch,step."),
+        typer.Option(metavar="NAME,...", help="Measure only these sections, such as memory."),
     ] = None,
     minutes: Annotated[float, typer.Option(help="After this time nothing new starts.")] = 5.0,
     csv: Annotated[Path | None, typer.Option(help="Also write the rows to this file.")] = None,

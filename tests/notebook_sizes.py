@@ -16,7 +16,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "02_sweep": {"overrides": {"train.epochs": 2}, "n_trials": 4},
     "03_cross_validate": {"overrides": FEW, "n_trials": 1},
     "04_panel": {"overrides": {"train.epochs": 2}, "n_trials": 2},
-    "06_benchmark": {"sections": ["communication", "recovery"]},
+    "06_benchmark": {"sections": ["communication", "memory"]},
     "07_metric_learning": {
         "overrides": {"model.stage1.train.epochs": 2, "model.stage2.train.epochs": 2}
     },

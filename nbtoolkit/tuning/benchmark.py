@@ -100,19 +100,19 @@ def benchmark(
     sections: Iterable[str] | None = None,
     minutes: float = 5.0,
 ) -> Benchmark:
-    """Measure the performance of this machine: launch, step, scaling, communication, memory, ...
+    """Measure the performance of this machine: scaling, communication and memory.
 
     New processes do all work, in a temporary folder that is deleted at the end; this process uses
     no device. A value that cannot be measured here is a row with the reason. If you interrupt the
     benchmark, it returns what it has measured so far.
 
     Args:
-        train: a training function that calls :func:`nbtoolkit.fit`; its speed, scaling and memory
-            are measured. None: the function that ``config.task`` names, by default the task
+        train: a training function that calls :func:`nbtoolkit.fit`; its scaling and memory are
+            measured. None: the function that ``config.task`` names, by default the task
             ``digits`` of nbtoolkit.
         config: the configuration of ``train``.
-        sections: the sections to measure, in this order. None: ``launch``, ``step``, ``scaling``,
-            ``communication``, ``memory``, ``checkpoint``, ``sweep``, ``recovery`` and ``peers``.
+        sections: the sections to measure, in this order. None: ``scaling``, ``communication`` and
+            ``memory``.
         minutes: the time limit. After this time no new measurement starts, and the present one is
             ended.
 
@@ -126,7 +126,7 @@ def benchmark(
         raise TuningError(
             f"there is no section {unknown[0]!r} of the benchmark",
             allowed=", ".join(SECTIONS),
-            do='choose some of them, as in sections=["launch", "step"]',
+            do='choose some of them, as in sections=["scaling"]',
         )
     if not minutes > 0:
         raise TuningError(f"minutes is {minutes!r}", allowed="a number above 0", do="minutes=5")

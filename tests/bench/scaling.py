@@ -15,8 +15,7 @@ import sys
 from typing import Any
 
 import nbtoolkit as nb
-from nbtoolkit.tuning import benchmark_ranks as ranks
-from nbtoolkit.tuning.benchmark_sections import PLAIN
+from tests.bench import peers
 from tests.bench.figures import Figure, in_fresh_process, quiet_config
 
 STEPS, ROUNDS = 300, 3
@@ -31,8 +30,8 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 def compare(config: nb.Config, ctx: nb.RunContext) -> dict[str, dict[str, float]]:
     """Rates and final losses of the loops, in turn."""
-    ranks.TRAIN[ALONE] = _alone
-    return ranks.compare(config, ctx)
+    peers.TRAIN[ALONE] = _alone
+    return peers.compare(config, ctx)
 
 
 def _alone(work: Any) -> None:
@@ -40,8 +39,8 @@ def _alone(work: Any) -> None:
     from torch.nn.functional import cross_entropy
 
     images, labels = work.data
-    optimizer = torch.optim.SGD(work.model.parameters(), lr=ranks.RATE)
-    rows = torch.arange(len(images)).view(work.steps, work.ctx.world_size, ranks.BATCH)
+    optimizer = torch.optim.SGD(work.model.parameters(), lr=peers.RATE)
+    rows = torch.arange(len(images)).view(work.steps, work.ctx.world_size, peers.BATCH)
     for chosen in rows[:, work.ctx.rank]:
         loss = cross_entropy(work.model(images[chosen]), labels[chosen])
         optimizer.zero_grad()
@@ -52,12 +51,12 @@ def _alone(work: Any) -> None:
 def measure(kind: str, own: dict[str, object]) -> dict[str, float]:
     """Fit's rate over DDP's and over the loop's without DDP, its loss and waiting, in a launch."""
     settings = {
-        **PLAIN,
+        **peers.PLAIN,
         **{f"distributed.{key}": value for key, value in own.items()},
-        "data.peers": [ALONE, ranks.INDEXED, ranks.FIT],
+        "data.peers": [ALONE, peers.INDEXED, peers.FIT],
         "data.rounds": ROUNDS,
         "model.kind": kind,
-        "train.batch_size": 2 * ranks.BATCH,
+        "train.batch_size": 2 * peers.BATCH,
         "train.max_steps": STEPS,
         "train.epochs": 1,
     }
@@ -66,9 +65,9 @@ def measure(kind: str, own: dict[str, object]) -> dict[str, float]:
         value, waiting = run.value, run.step_time.get("communication_share", 0.0)
     rates = {peer: one["rate"] for peer, one in value.items()}
     return {
-        OVER_DDP: rates[ranks.FIT] / rates[ranks.INDEXED],
-        "over the loop without DDP": rates[ranks.FIT] / rates[ALONE],
-        "final loss": value[ranks.FIT]["loss"],
+        OVER_DDP: rates[peers.FIT] / rates[peers.INDEXED],
+        "over the loop without DDP": rates[peers.FIT] / rates[ALONE],
+        "final loss": value[peers.FIT]["loss"],
         "waiting for the other rank": waiting,
     }
 

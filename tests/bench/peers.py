@@ -1,37 +1,30 @@
-"""What the ranks of a benchmark run."""
+"""The same training by several libraries, in turn in the ranks of one launch.
+
+    python -m tests.bench.peers
+
+All take the same global batches in the same steps, from the same initial weights: the loss at the
+end shows it. What is compared is the throughput, over that of DDP by hand.
+"""
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import redirect_stdout
 from functools import partial
-from pathlib import Path
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nbtoolkit.config.schema import Config, load_config
-from nbtoolkit.environment.variables import RANK_MARK, without_stale
-from nbtoolkit.errors import TuningError
-from nbtoolkit.launcher.launch import launch
-from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
-from nbtoolkit.run.transport import free_port
+import nbtoolkit as nb
 from nbtoolkit.tasks.digits import load, make_model
 from nbtoolkit.training.loop import fit
-from nbtoolkit.tuning.probe import QUIET
+from tests.bench.figures import Figure, in_fresh_process, quiet_config
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-
-    from nbtoolkit.worker.context import RunContext
 
 Key = TypeVar("Key")
 
@@ -39,8 +32,18 @@ BATCH = 32
 """Samples of one rank per step."""
 RATE = 0.05
 _ROUNDS = 5
-FIRST, LATER = "nb.launch, first in a kernel", "nb.launch, later"
-NOTEBOOK_LAUNCHER = "accelerate.notebook_launcher"
+
+PLAIN: dict[str, object] = {
+    "checkpoint.enabled": False,
+    "optim.name": "sgd",
+    "optim.lr": RATE,
+    "optim.momentum": 0.0,
+    "optim.weight_decay": 0.0,
+    "optim.schedule": "constant",
+    "optim.warmup_ratio": 0.0,
+    "train.precision": "fp32",
+}
+"""The optimizer of a loop by hand, and no checkpoint."""
 
 
 def take_turns(
@@ -60,63 +63,7 @@ def take_turns(
     return {name: statistics.median(values[1:]) for name, values in seen.items()}
 
 
-def empty(config: Config, ctx: RunContext) -> int:
-    """Return the rank: a launch that does nothing else."""
-    return ctx.rank
-
-
-# --- launches ---
-
-
-def launches(config: Config, ctx: RunContext) -> dict[str, float]:
-    """Seconds of each kind of launch of :func:`print_launches`, in a process that is no rank.
-
-    It belongs to the group of this rank's processes, which ends with the rank.
-
-    Raises:
-        TuningError: the process failed.
-    """
-    variables = without_stale(os.environ)
-    del variables[RANK_MARK], variables["CUDA_VISIBLE_DEVICES"]
-    if config.data.visible is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = config.data.visible
-    variables["PYTHONPATH"] = os.pathsep.join(sys.path)
-    variables["TMPDIR"] = config.runtime.output_dir
-    program = [sys.executable, "-c", f"from {__name__} import print_launches; print_launches()"]
-    done = subprocess.run(program, env=variables, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise TuningError(
-            f"the program that measures launches failed: {done.stderr.strip()[-300:]}",
-            do="run nbtoolkit doctor",
-        )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def print_launches() -> None:
-    """Print seconds of a launch of an empty function on two ranks: ours first and warm, others."""
-    from accelerate import PartialState, notebook_launcher
-
-    own = {**QUIET, "runtime.output_dir": tempfile.gettempdir()}
-    config = load_config(env=None, overrides=own)
-    ours = partial(launch, empty, config, processes=2, resume="never", display="off")
-
-    def others() -> None:
-        # It forms the process group, as a training function does first.
-        notebook_launcher(PartialState, (), num_processes=2, use_port=str(free_port()))
-
-    with redirect_stdout(io.StringIO()):
-        begin = time.perf_counter()
-        ours()
-        first = {FIRST: time.perf_counter() - begin}
-        found = take_turns({LATER: ours, NOTEBOOK_LAUNCHER: others})
-    json.dump({**first, **found}, sys.stdout)
-
-
-# --- the parts of the other sections ---
-
-
-def wait_for(device: torch.device) -> None:
+def _wait_for(device: torch.device) -> None:
     """Wait until a GPU has done its work; the CPU has."""
     import torch
 
@@ -124,87 +71,7 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def all_reduce(config: Config, ctx: RunContext) -> dict[str, list[float]]:
-    """Median seconds of an all-reduce by back end, for each of ``data.sizes`` (bytes)."""
-    import torch
-    import torch.distributed as dist
-
-    found = dict[str, list[float]]()
-    for backend in ["gloo", "nccl"] if ctx.device.type == "cuda" else ["gloo"]:
-        group = dist.new_group(backend=backend)
-        device = ctx.device if backend == "nccl" else torch.device("cpu")
-        found[backend] = []
-        for size in config.data.sizes:
-            tensor = torch.zeros(size // 4, device=device)
-            spent = []
-            # From 50 of the smallest to 5 of the largest.
-            for _ in range(2 + max(5, min(50, (1 << 26) // size))):
-                dist.barrier(group)
-                begin = time.perf_counter()
-                dist.all_reduce(tensor, group=group)
-                wait_for(ctx.device)
-                spent.append(time.perf_counter() - begin)
-            found[backend].append(statistics.median(spent[2:]))
-    return found
-
-
-def memory_used(config: Config, ctx: RunContext) -> dict[str, float]:
-    """Bytes of this rank: its own, and with those that it shares."""
-    import psutil
-
-    used = psutil.Process().memory_full_info()
-    return {"uss": used.uss, "rss": used.rss}
-
-
-def checkpoint(config: Config, ctx: RunContext) -> dict[str, float]:
-    """Median seconds to write and to read ``data.megabytes``, with ctx and with torch."""
-    import torch
-
-    state = {"weights": torch.rand(config.data.megabytes * 250_000)}
-    file = ctx.paths.folder / "plain.pt"
-    ctx.save(state)
-    torch.save(state, file)
-    calls: dict[str, Callable[[], object]] = {
-        "write": lambda: ctx.save(state),
-        "torch.save, not synced": lambda: torch.save(state, file),
-        "read": ctx.load,
-        "torch.load": lambda: torch.load(file, weights_only=True),
-    }
-    return take_turns(calls, 3)
-
-
-def trial(config: Config, ctx: RunContext) -> dict[str, float]:
-    """A trial of ``data.seconds``, which writes down when it began and ended."""
-    begin = time.time()
-    time.sleep(config.data.seconds)
-    with open(config.data.file, "a") as file:
-        file.write(f"{begin} {time.time()}\n")
-    return {"score": config.optim.lr}
-
-
-def killed(config: Config, ctx: RunContext) -> float:
-    """Train; the last rank kills itself once. Returns when the first step began."""
-    from torch.nn.functional import cross_entropy
-
-    mark, began = Path(config.data.file), 0.0
-    resumed, victim = mark.exists(), ctx.rank == ctx.world_size - 1
-
-    def forward(model: Any, batch: Any) -> tuple[Any, Any]:
-        nonlocal began
-        began = began or time.time()
-        if victim and not resumed and has_checkpoint(ctx.paths.checkpoints):
-            mark.write_text(str(time.time()))
-            os.kill(os.getpid(), signal.SIGKILL)
-        return model(batch[0]), batch[1]
-
-    fit(ctx, config, make_model(config), load(), None, loss=cross_entropy, step=forward)
-    return began
-
-
-# --- the same training by several libraries ---
-
-
-def compare(config: Config, ctx: RunContext) -> dict[str, dict[str, float]]:
+def compare(config: nb.Config, ctx: nb.RunContext) -> dict[str, dict[str, float]]:
     """Train the digits by each of ``data.peers`` in turn, ``data.rounds`` times.
 
     All take the same global batches in the same steps from the same initial weights, which the loss
@@ -242,7 +109,7 @@ class Work:
         data: as many samples as the steps take.
     """
 
-    def __init__(self, config: Config, ctx: RunContext) -> None:
+    def __init__(self, config: nb.Config, ctx: nb.RunContext) -> None:
         import torch
         from torch.nn.functional import cross_entropy
 
@@ -258,7 +125,7 @@ class Work:
 
     def _watch(self, *_: object) -> None:
         if self._count in self._marks:
-            wait_for(self.ctx.device)
+            _wait_for(self.ctx.device)
             self._marks[self._count] = time.perf_counter()
         self._count += 1
 
@@ -396,3 +263,50 @@ TRAIN: dict[str, Callable[[Work], None]] = {
 }
 """Ways to train. ``DDP`` is the loop of torch's tutorial with a DataLoader; ``INDEXED``
 takes its batches from the tensors by index, as fit does."""
+
+
+PACKAGES = {
+    "accelerate": "accelerate",
+    "Lightning": "lightning",
+    "Hugging Face Trainer": "transformers",
+}
+"""Ways to train -> the package that each needs."""
+
+
+def measure(kind: str) -> dict[str, dict[str, float]]:
+    """Rates and final losses of all installed peers on two ranks.
+
+    Raises:
+        RuntimeError: they did not do the same work, or learned nothing.
+    """
+    absent = {name for name, package in PACKAGES.items() if not find_spec(package)}
+    settings = {
+        **PLAIN,
+        "data.peers": [name for name in TRAIN if name not in absent],
+        "data.rounds": 3,
+        "model.kind": kind,
+        "train.batch_size": 2 * BATCH,
+        "train.max_steps": 200,
+        "train.epochs": 1,
+    }
+    with quiet_config(**settings) as config:
+        run = nb.launch(compare, config, processes=2, resume="never", display="off")
+        found: dict[str, dict[str, float]] = run.value
+    losses = [peer["loss"] for peer in found.values()]
+    # 200 steps must have trained something: ten classes by chance have a loss of 2.3.
+    if max(losses) - min(losses) > 0.01 or max(losses) > 1.5:
+        raise RuntimeError(f"the peers did not do the same work: {found}")
+    return found
+
+
+def figures() -> list[Figure]:
+    rows = []
+    for kind, found in in_fresh_process("tests.bench.peers").items():
+        for name, peer in found.items():
+            over = peer["rate"] / found[DDP]["rate"]
+            rows.append(Figure(f"digits {kind.upper()}, 2 ranks: {name}, over {DDP}", over, "x"))
+    return rows
+
+
+if __name__ == "__main__":
+    print(json.dumps({kind: measure(kind) for kind in ("mlp", "cnn")}))
