@@ -55,13 +55,12 @@ from nbtoolkit.tuning.batch_size import BatchSize as BatchSize
 from nbtoolkit.tuning.batch_size import find_batch_size as find_batch_size
 from nbtoolkit.tuning.benchmark import Benchmark as Benchmark
 from nbtoolkit.tuning.benchmark import benchmark as benchmark
+from nbtoolkit.tuning.calibration import calibrate as calibrate
+from nbtoolkit.tuning.compare import SpeedTable as SpeedTable
+from nbtoolkit.tuning.compare import compare as compare
 from nbtoolkit.tuning.learning_rate import LearningRate as LearningRate
 from nbtoolkit.tuning.learning_rate import find_learning_rate as find_learning_rate
 from nbtoolkit.tuning.quota import Quota as Quota
 from nbtoolkit.tuning.quota import quota as quota
-from nbtoolkit.tuning.speed import SpeedTable as SpeedTable
-from nbtoolkit.tuning.speed import calibrate as calibrate
-from nbtoolkit.tuning.speed import find_num_workers as find_num_workers
-from nbtoolkit.tuning.speed import find_speedups as find_speedups
 from nbtoolkit.version import __version__ as __version__
 from nbtoolkit.worker.context import RunContext as RunContext

@@ -122,7 +122,7 @@ class Train(Section):
     micro-batches."""
     num_workers: CountFrom0 = 0
     """The number of DataLoader processes per rank. Tensors and arrays in memory need none.
-    `nb.find_num_workers` suggests a number."""
+    `nb.compare` measures which number is fast."""
     compile: bool = False
     """Compile the model with `torch.compile`. The first step can take minutes; later steps are
     faster."""

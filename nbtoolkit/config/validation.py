@@ -219,7 +219,7 @@ def _unknown(layer: Layer, keys: Keys, model: type[BaseModel]) -> Mistake:
 
 _FINDERS = {
     "optim.lr": "nb.find_learning_rate(train, config)",
-    "train.num_workers": "nb.find_num_workers(train, config)",
+    "train.num_workers": 'nb.compare(train, config, [{"train.num_workers": n} for n in (0, 2)])',
 }
 """The calls that suggest a value for settings that have no ``auto``: a launch measures nothing."""
 

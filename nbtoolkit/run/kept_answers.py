@@ -85,6 +85,14 @@ def answers_file(config: Config) -> Path:
     return Path(config.runtime.output_dir) / FILE
 
 
+def speed_key(train: Callable[..., Any], config: Config, *more: object) -> str:
+    """Identify what the throughput of a run depends on."""
+    ranks = config.distributed
+    options = (ranks.compression, ranks.bucket_cap_mb, ranks.find_unused_parameters)
+    loading = (config.train.num_workers, config.train.gradient_accumulation_steps)
+    return answer_key(train, config, options, loading, *more)
+
+
 # --- calibration ---
 
 
@@ -93,11 +101,7 @@ CALIBRATION = "strategies"
 
 def calibration_key(train: Callable[..., Any], config: Config) -> str:
     """Identify what a calibration depends on; it measures every number of ranks that is usable."""
-    ranks = config.distributed
-    options = (ranks.compression, ranks.bucket_cap_mb, ranks.find_unused_parameters)
-    loading = (config.train.num_workers, config.train.gradient_accumulation_steps)
-    free = config.with_overrides({"distributed.world_size": "auto"})
-    return answer_key(train, free, options, loading)
+    return speed_key(train, config.with_overrides({"distributed.world_size": "auto"}))
 
 
 def measured_speed(

@@ -68,7 +68,6 @@ class Probe:
         epochs: how often all samples were taken.
         memory: the largest memory of a rank, in GB (on a GPU the allocator's peak, on the CPU the
             resident memory); 0 if no step was done.
-        data_shares: of each log point: the share of its time in which the ranks waited for batches.
         plan: the launch plan; None if the run did not start.
         seconds: what the probe took, its start included.
     """
@@ -78,7 +77,6 @@ class Probe:
     steps: list[LoggedStep] = field(default_factory=list)
     epochs: int = 0
     memory: float = 0.0
-    data_shares: list[float] = field(default_factory=list)
     plan: LaunchPlan | None = None
     seconds: float = 0.0
 
@@ -102,8 +100,6 @@ class Probe:
         values = event.values
         used = (value for name, value in values.items() if name.startswith("memory_gb_rank"))
         self.memory = max([self.memory, *used])
-        if "data_share" in values:
-            self.data_shares.append(values["data_share"])
         if "samples_per_second" not in values:
             return False
         while self.steps and self.steps[-1].step >= event.step:  # of ranks that ran out of memory

@@ -268,7 +268,7 @@ def test_every_setting_is_documented_and_says_what_it_allows() -> None:
         ),
         (
             "train: {num_workers: auto}",
-            r"train.num_workers: 'auto' is not allowed\n.*number.*\n.*nb.find_num_workers\(",
+            r"train.num_workers: 'auto' is not allowed\n.*number.*\n.*nb.compare\(",
         ),
         ("optim: {lr: .inf}", r"optim.lr: inf is not allowed"),
         ("optim: {options: 5}", r"optim.options: 5 is not allowed\n.*strings.*\n.*default: \{\}"),

@@ -121,7 +121,7 @@ def test_an_option_that_does_not_exist_is_refused_with_those_that_do(
 @pytest.mark.parametrize("name", ["num_processes", "nprocs", "num_gpus"])
 def test_another_launchers_name_for_processes_is_refused_with_ours(name: str) -> None:
     calls: list[Any] = [nb.launch, nb.cross_validate, nb.find_batch_size, nb.find_learning_rate]
-    calls += [nb.find_num_workers, nb.find_speedups, nb.verify.parity, nb.verify.resume]
+    calls += [nb.compare, nb.verify.parity, nb.verify.resume]
     for call in calls:
         with pytest.raises(LaunchError, match=rf"has no argument '{name}'\n(.*\n)*.*processes=2"):
             call(functions.ranks, None, **{name: 2})

@@ -1,4 +1,4 @@
-"""Each finder's choice of a fastest setting against launches of every choice, on a small case.
+"""The choice of a fastest setting against launches of every choice, on a small case.
 
 A step mostly sleeps, so that other work on the machine does not decide. The micro-batch and
 the learning rate are in test_batch_size.py and test_learning_rate.py.
@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 import nbtoolkit as nb
 
 FAST_LAYOUT = {"fast": {"channels_last": True}}
-FAST_BF16, FAST_AUTO = {"fast": {"precision": "bf16"}}, {"fast": {"precision": "auto"}}
+FAST_BF16 = {"fast": {"precision": "bf16"}}
 FAST_COMPILED = {"fast": {"compile": True}}
 
 
@@ -77,24 +77,17 @@ def launched(config: nb.Config, settings: Mapping[str, Any], **given: Any) -> fl
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("find", "data", "name", "values", "fastest"),
+    ("data", "name", "values", "fastest"),
     [
-        (nb.calibrate, {"sample": 0.04}, "distributed.strategy", ["single", "ddp"], "ddp"),
-        (nb.calibrate, {"rank": 0.1}, "distributed.strategy", ["single", "ddp"], "single"),
-        (nb.find_num_workers, {"reads": True}, "train.num_workers", [0, 1, 2], 2),
-        (nb.find_num_workers, {"sample": 0.02}, "train.num_workers", [0, 2], 0),
-        (nb.find_speedups, FAST_LAYOUT, "train.channels_last", [False, True], True),
-        (nb.find_speedups, FAST_BF16, "train.precision", ["auto", "fp32", "bf16"], "bf16"),
-        (nb.find_speedups, FAST_AUTO, "train.precision", ["auto", "bf16"], "auto"),
-        (nb.find_speedups, FAST_COMPILED, "train.compile", [False, True], True),
+        ({"reads": True}, "train.num_workers", [0, 1, 2], 2),
+        ({"sample": 0.04}, "train.num_workers", [0, 2], 0),
+        (FAST_LAYOUT, "train.channels_last", [False, True], True),
+        (FAST_BF16, "train.precision", ["fp32", "bf16"], "bf16"),
+        (FAST_COMPILED, "train.compile", [False, True], True),
     ],
-    ids=[
-        *("two-ranks", "one-rank", "loads-slowly", "loads-at-once"),
-        *("layout", "bf16", "fp32", "compiled"),
-    ],
+    ids=["loads-slowly", "loads-at-once", "layout", "bf16", "compiled"],
 )
-def test_a_choice_is_what_brute_force_chooses(
-    find: Any,
+def test_a_comparison_chooses_what_brute_force_chooses(
     data: Any,
     name: str,
     values: list[Any],
@@ -102,14 +95,23 @@ def test_a_choice_is_what_brute_force_chooses(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if find is not nb.find_num_workers:  # which tries as many as there are threads
-        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that wait for each other are noise
     config = made(tmp_path, **data)
-    given: dict[str, Any] = {} if find is nb.calibrate else {"processes": 1}
-    options = dict.fromkeys(("precision", "channels_last", "compile"), False)
-    more = {**options, name[6:]: True} if find is nb.find_speedups else {}
-    speeds = {value: launched(config, {name: value}, **given) for value in values}
+    speeds = {value: launched(config, {name: value}, processes=1) for value in values}
     assert speeds[fastest] > 0.8 * max(speeds.values()), speeds
-    found = find(train, config, **given, **more)
-    # What the configuration says already is no change.
-    assert found.settings == ({} if fastest == "auto" else {name: fastest})
+    choices = [{name: value} for value in values]
+    assert nb.compare(train, config, choices, processes=1).settings == {name: fastest}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("data", "fastest"), [({"sample": 0.04}, "ddp"), ({"rank": 0.1}, "single")]
+)
+def test_a_calibration_chooses_what_brute_force_chooses(
+    data: Any, fastest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config, name = made(tmp_path, **data), "distributed.strategy"
+    speeds = {value: launched(config, {name: value}) for value in ("single", "ddp")}
+    assert speeds[fastest] > 0.8 * max(speeds.values()), speeds
+    assert nb.calibrate(train, config).settings == {name: fastest}

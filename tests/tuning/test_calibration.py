@@ -15,8 +15,9 @@ from nbtoolkit.errors import TuningError
 from nbtoolkit.run.events import MetricsLogged
 from nbtoolkit.run.kept_answers import CALIBRATION, calibration_key, measured_speed
 from nbtoolkit.tasks import digits
-from nbtoolkit.tuning import speed
+from nbtoolkit.tuning import calibration
 from nbtoolkit.tuning.answer import Subject, keep_answer
+from nbtoolkit.tuning.compare import SpeedRow
 from nbtoolkit.tuning.probe import probe
 
 
@@ -48,7 +49,7 @@ def refuses_to_run(config: Any, ctx: Any) -> dict[str, float]:
     raise AssertionError("a kept answer is measured again")
 
 
-def strategy(row: speed.SpeedRow) -> str:
+def strategy(row: SpeedRow) -> str:
     return str(row.settings["distributed.strategy"])
 
 
@@ -72,12 +73,13 @@ def keep(config: nb.Config, function: Any, **speeds: float) -> None:
         {
             "settings": {"distributed.strategy": name},
             "processes": 2 if name == "ddp" else 1,
+            "batch_size": 64,
             "samples_per_second": value,
         }
         for name, value in speeds.items()
     ]
     choice = max(range(len(rows)), key=lambda at: rows[at]["samples_per_second"])
-    answer = {"rows": rows, "choice": choice, "batch_size": 64, "seconds": 1.0}
+    answer = {"rows": rows, "choice": choice, "seconds": 1.0}
     keep_answer(config, CALIBRATION, calibration_key(function, config), answer)
 
 
@@ -198,7 +200,7 @@ def test_the_choice_is_the_fastest_of_the_table(
     chosen = max(speeds, key=lambda name: speeds[name])
     assert result.settings == {"distributed.strategy": chosen}
     assert result.relative(result.rows[1]) == speeds["ddp"] / speeds["single"]
-    assert result.batch_size == 128
+    assert [row.batch_size for row in result.rows] == [128, 128]
     assert result.seconds < 60
     assert f"distributed.strategy: {chosen}: " in capsys.readouterr().out
     # nothing is left but the answer, and it is used
@@ -242,12 +244,12 @@ def test_all_candidates_have_the_global_batch_of_a_batch_size_per_device(
     plans = [
         nb.make_plan(
             per_device.with_overrides(
-                {**row.settings, **speed._same_batch(per_device, strategy(row))}
+                {**row.settings, **calibration._same_batch(per_device, strategy(row))}
             ),
             nb.detect_host(),
             nb.detect_hardware(),
         )
-        for row in speed._planned(per_device)
+        for row in calibration._planned(per_device)
     ]
     assert [plan.global_batch_size for plan in plans] == [32, 32]
     assert [plan.batch_size_per_device for plan in plans] == [16, 16]

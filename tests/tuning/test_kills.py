@@ -42,6 +42,7 @@ config = configured(overrides={"runtime.output_dir": "out"})
         "nb.find_batch_size(train, config)",
         "nb.find_learning_rate(train, config)",
         "nb.calibrate(train, config)",
+        "nb.compare(train, config, [{}])",
         'nb.benchmark(train, config, sections=["scaling"])',
     ],
 )
