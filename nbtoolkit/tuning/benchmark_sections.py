@@ -19,7 +19,7 @@ from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.variables import temporary_variables
 from nbtoolkit.errors import NbtoolkitError, TuningError
 from nbtoolkit.host import cpu_count
-from nbtoolkit.launcher.launch import Train, launch
+from nbtoolkit.launcher.launch import launch
 from nbtoolkit.launcher.train_function import Train
 from nbtoolkit.text_table import counted
 from nbtoolkit.tuning.answer import Subject

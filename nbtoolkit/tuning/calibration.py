@@ -11,7 +11,7 @@ from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.host import detect_host
-from nbtoolkit.launcher.launch import Train
+from nbtoolkit.launcher.train_function import Train
 from nbtoolkit.run.kept_answers import CALIBRATION, calibration_key
 from nbtoolkit.run.output import to_stdout
 from nbtoolkit.tuning.answer import Subject

@@ -11,7 +11,7 @@ from typing import Any
 from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.errors import TuningError
-from nbtoolkit.launcher.launch import Train
+from nbtoolkit.launcher.train_function import Train
 from nbtoolkit.run.kept_answers import speed_key
 from nbtoolkit.run.output import to_stdout
 from nbtoolkit.run.serialization import one_line
