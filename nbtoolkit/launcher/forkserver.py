@@ -29,8 +29,11 @@ from nbtoolkit.run.signals import ignore_warning_signals
 from nbtoolkit.run.transport import Connection
 from nbtoolkit.worker.forking import close_all, die_with_parent, kill_group, run_and_exit
 
-QUIET_SECONDS = 0.1
-"""Seconds without a request after which it imports what ranks need soon (see preload.py)."""
+QUIET_SECONDS = 0.25
+"""Seconds without a request after which it imports what ranks need soon (see preload.py).
+
+A supervisor has asked for its ranks by then (it takes 20 ms). A scheduler has not: it imports
+Optuna meanwhile, so that its first trials find these imports."""
 
 
 @dataclass(eq=False)

@@ -176,16 +176,17 @@ def _plan(train: Train, config: Config, start: Start, host: Host) -> _Planned:
 
 def _claim(run: ChosenRun, train: Train, planned: _Planned, options: LaunchOptions) -> RunRequest:
     """Write the first event of this attempt, whose plan counts what earlier attempts have shown."""
-    config, host, hardware, plan = planned.config, planned.host, planned.hardware, planned.plan
+    config, host, plan = planned.config, planned.host, planned.plan
     if learned := run.learned(plan):
         known = () if planned.speed is None else (planned.speed,)
-        plan = make_plan(config, host, hardware, (*known, *learned), start=planned.start)
+        evidence = (*known, *learned)
+        plan = make_plan(config, host, planned.hardware, evidence, start=planned.start)
     header = write_header(run, config, plan, host, train, detached=options.detach)
     limit = time_limit(config)
     return RunRequest(
         job=JobSpec(paths=run.paths, plan=plan, config=config, deadline=limit.deadline),
         host=host,
-        hardware=hardware,
+        hardware=planned.hardware,
         header=header,
         notes=(*run.notes, *limit.notes),
         speed=planned.speed,
@@ -210,9 +211,8 @@ def submit(
     line: Connection | None = None
     try:
         tracking = choose_tracking(request.job.config.to_dict()["tracking"])
-        server = fork_server(
-            tracking=tracking.on
-        )  # first: it imports torch while the function is packed
+        # First, since it imports torch while the function is packed.
+        server = fork_server(tracking=tracking.on)
         notes = (*request.notes, *(("warning", note) for note in tracking.notes))
         request, environment = replace(request, notes=notes), kernel_environment()
         packed = pickle.dumps(request)
@@ -226,9 +226,7 @@ def submit(
     except BaseException as error:
         if line is not None:
             line.close()  # the run ends: a traceback that the notebook keeps would hold it open
-        if isinstance(
-            error, LaunchError
-        ):  # it did not start; an interrupt may have come when it had
+        if isinstance(error, LaunchError):  # it did not start; an interrupt may come when it has
             roll_back(run)
         raise
     return StartedRun(line=line, tracked=tracked, detached=detach)

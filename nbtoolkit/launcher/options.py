@@ -82,13 +82,13 @@ def takes_options(function: Callable[P, T]) -> Callable[P, T]:
 
 def _with_shared_options(signature: inspect.Signature) -> inspect.Signature:
     """Return the signature with the shared options in place of ``**options``."""
-    own = [each for each in signature.parameters.values() if each.kind != Parameter.VAR_KEYWORD]
+    named = [each for each in signature.parameters.values() if each.kind != Parameter.VAR_KEYWORD]
     shared = [
         Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
         for field in fields(LaunchOptions)
         if field.name in SharedOptions.__optional_keys__
     ]
-    return signature.replace(parameters=[*own, *shared])
+    return signature.replace(parameters=[*named, *shared])
 
 
 def _refuse_unknown(function: str, signature: inspect.Signature, given: Iterable[str]) -> None:

@@ -89,11 +89,13 @@ def error_of(
             reason = outcome.reason
         case PortBusy():
             reason = f"another program uses port {outcome.port}"
-    several = plan.processes > 1
-    what = f"{plan.processes} ranks could not form a process group"
+    text, allowed = "the rank could not start", ""
+    if plan.processes > 1:
+        text = f"{plan.processes} ranks could not form a process group"
+        allowed = "distributed.fallback: true continues with one process"
     error = GroupStartFailed(
-        f"{what if several else 'the rank could not start'}: {reason}",
-        allowed="distributed.fallback: true continues with one process" if several else "",
+        f"{text}: {reason}",
+        allowed=allowed,
         do=f"read {paths.agent_log} and {paths.log(0)}",
     )
     return pack_error(error)

@@ -374,7 +374,7 @@ class RunSupervisor:
     def _answer(self, questions: Sequence[messages.Question]) -> messages.Reply:
         if len({type(question) for question in questions}) > 1:
             return refuse_different_calls(questions)
-        reports = [one for one in questions if isinstance(one, messages.ReportRequest)]
+        reports = [each for each in questions if isinstance(each, messages.ReportRequest)]
         if reports:
             self.record.compare(
                 [report.weights for report in reports], [report.values for report in reports]

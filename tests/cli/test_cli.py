@@ -213,7 +213,7 @@ def test_without_typer_it_says_how_to_install_it(folder: Path) -> None:
 
 
 def test_a_task_that_is_no_function_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no function 'MODELS'.*\n.*make_model, train"):
+    with pytest.raises(ConfigError, match=r"no function 'MODELS'.*\n.*make_model, split, train"):
         find_task("nbtoolkit.tasks.digits:MODELS")
 
 
