@@ -28,8 +28,8 @@ _IRRELEVANT = frozenset(
 )
 
 
-# More do not fit into an argument of a process (128 KiB on Linux).
-_MOST_MODULES = 1000
+# A package with more would take the next fork server a minute to import.
+_MOST_MODULES = 2000
 
 
 # Cached, since it takes 3 ms and every rank needs it.

@@ -19,6 +19,7 @@ from nbtoolkit.launcher.preload import NOT_FORK_SAFE
 from nbtoolkit.launcher.tracking_client import TrackingClient
 from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.signals import without_interrupts
 
 # Further modules that ranks have imported, from which on the next fork server is worth its start,
 # which takes 2 s: 100 modules import in 0.2 s to 1 s.
@@ -145,9 +146,11 @@ def take_over() -> None:
         if successor.is_ready():
             servers.next = None
             if successor.fits() and current.alive():
-                current.hand_over(successor)
-                servers.retire(current)
-                servers.current = successor
+                # An interrupt between the two would leave this process without a fork server.
+                with without_interrupts():
+                    current.hand_over(successor)
+                    servers.retire(current)
+                    servers.current = successor
             else:
                 successor.kill()
         elif not successor.alive():

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gc
-import json
 import os
 import selectors
 import signal
@@ -25,6 +24,7 @@ from pkgutil import resolve_name
 
 from nbtoolkit.launcher.preload import import_installed, import_late, preload
 from nbtoolkit.run import messages
+from nbtoolkit.run.payload import unpack
 from nbtoolkit.run.signals import ignore_warning_signals
 from nbtoolkit.run.transport import Connection
 from nbtoolkit.worker.forking import close_all, die_with_parent, kill_group, run_and_exit
@@ -37,8 +37,8 @@ Optuna meanwhile, so that its first trials find these imports."""
 
 
 @dataclass(eq=False)
-class Client:
-    """A process that asks for forks, with the connection to it."""
+class Requester:
+    """A client: a process that asks for forks, with the connection to it."""
 
     line: Connection
 
@@ -47,7 +47,7 @@ class Client:
 class Child:
     """A forked process: who has asked for it, and whether it leads a process group."""
 
-    client: Client
+    client: Requester
     leads: bool
 
 
@@ -60,7 +60,7 @@ class ForkServer:
 
     def __init__(self, kernel: Connection) -> None:
         self._selector = selectors.DefaultSelector()
-        self._clients: set[Client] = set()
+        self._clients: set[Requester] = set()
         self._children: dict[int, Child] = {}
         self._wakeup_read, self._wakeup_write = os.pipe()
         os.set_blocking(self._wakeup_write, False)
@@ -93,11 +93,11 @@ class ForkServer:
     # --- clients ---
 
     def _add(self, line: Connection) -> None:
-        client = Client(line)
+        client = Requester(line)
         self._clients.add(client)
         self._selector.register(line, selectors.EVENT_READ, lambda: self._receive(client))
 
-    def _receive(self, client: Client) -> None:
+    def _receive(self, client: Requester) -> None:
         match client.line.receive():
             case None:
                 self._remove(client)
@@ -108,7 +108,7 @@ class ForkServer:
             case messages.HandOver() as request:
                 self._hand_over(client, request)
 
-    def _remove(self, client: Client) -> None:
+    def _remove(self, client: Requester) -> None:
         """Forget a client whose end is closed, and kill the process groups that it asked for."""
         self._clients.discard(client)
         self._selector.unregister(client.line)
@@ -116,7 +116,7 @@ class ForkServer:
         for pid in self._leaders(client):
             kill_group(pid)
 
-    def _hand_over(self, kernel: Client, request: messages.HandOver) -> None:
+    def _hand_over(self, kernel: Requester, request: messages.HandOver) -> None:
         """Connect all clients but the kernel with the next fork server."""
         (fd,) = request.descriptors
         successor = Connection.inherited(fd)
@@ -133,7 +133,7 @@ class ForkServer:
 
     # --- processes ---
 
-    def _fork(self, client: Client, request: messages.Fork) -> None:
+    def _fork(self, client: Requester, request: messages.Fork) -> None:
         given = request.descriptors
         if request.group:
             pid = self._fork_child(request, given)
@@ -173,7 +173,7 @@ class ForkServer:
         close_all(sorted(others - set(fds)))
         resolve_name(request.main)(fds)
 
-    def _leaders(self, client: Client | None = None) -> list[int]:
+    def _leaders(self, client: Requester | None = None) -> list[int]:
         """Return the processes that lead a group, of one client or of all."""
         return [
             pid
@@ -199,15 +199,16 @@ class ForkServer:
             _, status = os.waitpid(info.si_pid, 0)
             if child.client in self._clients:
                 code = os.waitstatus_to_exitcode(status)
-                child.client.line.send(messages.Ended(pid=info.si_pid, code=code))
+                child.client.line.send(messages.ProcessEnded(pid=info.si_pid, code=code))
 
 
-def main(kernel_fd: int, names: str) -> None:
+def main(kernel_fd: int, names_fd: int) -> None:
     """Run the fork server; the main function of its process.
 
     Args:
         kernel_fd: the inherited socket to the kernel.
-        names: modules of installed packages to import, besides what every launch needs; JSON.
+        names_fd: the packed list of modules of installed packages that it imports besides what
+            every launch needs.
     """
     # Python 3.12 warns about a fork in a process with threads. NumPy's idle BLAS threads are
     # harmless (see fork_probe.py).
@@ -219,7 +220,8 @@ def main(kernel_fd: int, names: str) -> None:
     server = ForkServer(kernel)
     server.turn(0.0)  # the tracking service imports MLflow while this process imports torch
     preload()
-    modules = json.loads(names)
+    modules = unpack(names_fd, list)
+    os.close(names_fd)
     spoiled_by = ""
     if modules:
         with _ending_with(kernel):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import select
 import signal
 import subprocess
@@ -21,6 +21,7 @@ from nbtoolkit.environment.resources import Activity, has_ended, wait_while_acti
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.launcher.preload import import_conditions
 from nbtoolkit.run import messages
+from nbtoolkit.run.payload import pack_content
 from nbtoolkit.run.signals import without_interrupts
 from nbtoolkit.run.transport import Connection
 
@@ -34,7 +35,7 @@ _STDERR_CHARACTERS = 2000
 # standard library's.
 _BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.append({home!r}); "
-    "from nbtoolkit.launcher.forkserver import main; main({fd}, sys.argv[1])"
+    "from nbtoolkit.launcher.forkserver import main; main({fd}, {names})"
 )
 
 
@@ -64,17 +65,19 @@ class ForkServerClient:
         # Not this process's stderr: a program that reads the kernel's pipes to their end would wait
         # for detached runs too, and a notebook would not show it.
         self._stderr = os.memfd_create("nbtoolkit-forkserver-stderr", os.MFD_CLOEXEC)
-        boot = _BOOT.format(home=home, fd=other_end.fileno())
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", boot, json.dumps(self.names)],
-            pass_fds=[other_end.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._stderr,
-            start_new_session=True,  # Jupyter interrupts the kernel's whole process group
-            cwd="/",
-            env=environ,
-        )
+        # Not as an argument, which has at most 128 KiB.
+        with pack_content(pickle.dumps(list(self.names))) as packed:
+            fd = other_end.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT.format(home=home, fd=fd, names=packed)],
+                pass_fds=[fd, packed],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                start_new_session=True,  # Jupyter interrupts the kernel's whole process group
+                cwd="/",
+                env=environ,
+            )
         other_end.close()
         self._has_ended = partial(has_ended, self._process)
         self._ready, self._stalled = False, stalled

@@ -1,4 +1,4 @@
-"""Define RunHandle, the handle of a run: its state, requests to it, and the wait for its end."""
+"""Define RunHandle, with which a process follows, stops and waits for a run."""
 
 from __future__ import annotations
 

@@ -320,7 +320,7 @@ class _Server:
                 else:
                     worker_group.agent_pid = message.pid
                     self.running[message.pid] = worker_group
-            case messages.Ended() if message.pid in self.running:
+            case messages.ProcessEnded() if message.pid in self.running:
                 self.running.pop(message.pid).exited = message.code
 
     def dismiss(self, worker_group: WorkerGroup) -> None:

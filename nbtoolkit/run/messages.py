@@ -293,7 +293,7 @@ class Forked(Message):
     pid: int
 
 
-class Ended(Message):
+class ProcessEnded(Message):
     """A process that the client had forked has ended; a negative ``code`` is a signal."""
 
     pid: int

@@ -24,7 +24,7 @@ def wait_for_tracking(
 
     Args:
         paths: the run.
-        pid: the fork server's process; tracking runs below it.
+        pid: the tracking service's process.
         say: shows a message to the user.
         limit: seconds to wait.
         stalled: seconds without progress after which the wait ends.

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from kernels import SECONDS
 
+from nbtoolkit.launcher.forkserver_client import ForkServerClient
+
 CODE = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -30,3 +32,13 @@ def test_packages_that_touch_devices_are_not_imported_but_stay_importable(tmp_pa
         check=True,
     )
     assert done.stdout.split() == ["clean", "imported"]
+
+
+def test_a_fork_server_takes_more_names_than_fit_into_an_argument() -> None:
+    """An argument has at most 128 KiB. Modules that are not there are left to the ranks."""
+    server = ForkServerClient([f"not_installed.{'part_' * 20}{number}" for number in range(2000)])
+    try:
+        server.wait_until_ready()
+    finally:
+        server.disconnect()
+        server.wait_for_end(stalled=20.0)

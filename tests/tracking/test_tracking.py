@@ -642,12 +642,12 @@ def test_a_launch_waits_for_tracking_that_is_slow_and_tells_of_one_that_fails(
     pid = track(paths.folder)
     with soon(held.touch):
         assert wait_for_tracking(paths, pid, said.append, stalled=1.0)
-    assert said == []
+    assert [line for line in said if not line.startswith("waiting for ")] == []
     (outputs / "mlflow.db").write_text("not a database, but long enough")
     paths = whole_run(outputs)
     track(paths.folder)
     assert not wait_for_tracking(paths, pid, said.append)
-    assert said[0].startswith("warning: tracking did not write the whole run: TrackingError: ")
+    assert said[-1].startswith("warning: tracking did not write the whole run: TrackingError: ")
     shutdown()
 
 
