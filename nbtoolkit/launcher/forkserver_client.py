@@ -17,7 +17,12 @@ from typing import TYPE_CHECKING, NoReturn
 from nbtoolkit.environment.grace import STALL_SECONDS
 from nbtoolkit.environment.installed import environment_key
 from nbtoolkit.environment.kernel_settings import hash_seed
-from nbtoolkit.environment.resources import Activity, has_ended, wait_while_active
+from nbtoolkit.environment.resources import (
+    Activity,
+    has_ended,
+    is_running,
+    wait_while_active,
+)
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.launcher.preload import import_conditions
 from nbtoolkit.run import messages
@@ -93,7 +98,9 @@ class ForkServerClient:
 
     def alive(self) -> bool:
         """Return True if it can start runs."""
-        return self._process.poll() is None
+        # Linux lets a killed process be waited for when its last thread has ended (NumPy leaves
+        # some), but its state shows the end at once.
+        return self._process.poll() is None and is_running(self.pid)
 
     def fits(self) -> bool:
         """Return True if its imports are those that a new one would make now."""
