@@ -72,11 +72,13 @@ def _ours() -> _Servers:
     return _servers
 
 
-def fork_server(*, tracking: bool = False) -> ForkServerClient:
+def fork_server(*, tracking: bool = False, search: bool = False) -> ForkServerClient:
     """Return this kernel's fork server; start one if there is none.
 
     Args:
         tracking: start the tracking service, too, if it does not run.
+        search: it is for a search. A new one imports torch._dynamo first, since the first trials
+            would all import it at the same time.
     """
     with _lock:
         if _exiting:
@@ -93,7 +95,7 @@ def fork_server(*, tracking: bool = False) -> ForkServerClient:
         if server is None:
             atexit.unregister(_shut_down_at_exit)
             atexit.register(_shut_down_at_exit)
-            server = servers.current = ForkServerClient()
+            server = servers.current = ForkServerClient(late=search)
         if tracking:
             _tracking(server)
         return server
@@ -132,7 +134,7 @@ def import_ahead(names: Sequence[str]) -> None:
             name for name in names if name not in known and name.partition(".")[0] not in left_out
         ]
         if len(new) >= MODULES_WORTH_A_SERVER:
-            servers.next = ForkServerClient([*current.names, *new])
+            servers.next = ForkServerClient([*current.names, *new], late=True)
 
 
 def take_over() -> None:

@@ -32,8 +32,7 @@ from nbtoolkit.worker.forking import close_all, die_with_parent, kill_group, run
 QUIET_SECONDS = 0.25
 """Seconds without a request after which it imports what ranks need soon (see preload.py).
 
-A supervisor has asked for its ranks by then (it takes 20 ms). A scheduler has not: it imports
-Optuna meanwhile, so that its first trials find these imports."""
+A supervisor has asked for its ranks by then: it takes 20 ms."""
 
 
 @dataclass(eq=False)
@@ -70,10 +69,13 @@ class ForkServer:
         self._selector.register(self._wakeup_read, selectors.EVENT_READ, self._reap)
         self._add(kernel)
 
-    def serve(self) -> None:
-        """Fork and reap until the last client is gone, and the process groups with it."""
+    def serve(self, *, imported_late: bool) -> None:
+        """Fork and reap until the last client is gone, and the process groups with it.
+
+        Args:
+            imported_late: whether it has imported what ranks need soon.
+        """
         forked_before = len(self._children)
-        imported_late = False
         while self._clients or self._leaders():
             # Not before the first launch has its ranks: it would wait for the import.
             due = not imported_late and len(self._children) > forked_before
@@ -202,13 +204,14 @@ class ForkServer:
                 child.client.line.send(messages.ProcessEnded(pid=info.si_pid, code=code))
 
 
-def main(kernel_fd: int, names_fd: int) -> None:
+def main(kernel_fd: int, names_fd: int, late: bool) -> None:
     """Run the fork server; the main function of its process.
 
     Args:
         kernel_fd: the inherited socket to the kernel.
         names_fd: the packed list of modules of installed packages that it imports besides what
             every launch needs.
+        late: import what ranks need soon before the first fork.
     """
     # Python 3.12 warns about a fork in a process with threads. NumPy's idle BLAS threads are
     # harmless (see fork_probe.py).
@@ -226,12 +229,15 @@ def main(kernel_fd: int, names_fd: int) -> None:
     if modules:
         with _ending_with(kernel):
             spoiled_by = import_installed(modules)
+    if late and not spoiled_by:
+        import_late()
+        gc.disable()
     kernel.send(messages.ServerReady(spoiled_by=spoiled_by))
     if spoiled_by:
         return
     gc.freeze()  # children share these objects' pages until the collector writes to them
     gc.enable()
-    server.serve()
+    server.serve(imported_late=late)
 
 
 @contextlib.contextmanager

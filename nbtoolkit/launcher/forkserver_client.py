@@ -40,7 +40,7 @@ _STDERR_CHARACTERS = 2000
 # standard library's.
 _BOOT = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.append({home!r}); "
-    "from nbtoolkit.launcher.forkserver import main; main({fd}, {names})"
+    "from nbtoolkit.launcher.forkserver import main; main({fd}, {names}, {late})"
 )
 
 
@@ -49,11 +49,14 @@ class ForkServerClient:
 
     Args:
         names: modules of installed packages that it imports besides what every launch needs.
+        late: it imports what ranks need soon before it is ready, else when it is idle.
         stalled: seconds without progress after which a request fails; a slow fork server has all
             the time it needs while it makes progress.
     """
 
-    def __init__(self, names: Sequence[str] = (), *, stalled: float = STALL_SECONDS) -> None:
+    def __init__(
+        self, names: Sequence[str] = (), *, late: bool = False, stalled: float = STALL_SECONDS
+    ) -> None:
         self.kernel_pid = os.getpid()
         self.names = tuple(names)
         self.environment = environment_key(os.environ)
@@ -73,8 +76,9 @@ class ForkServerClient:
         # Not as an argument, which has at most 128 KiB.
         with pack_content(pickle.dumps(list(self.names))) as packed:
             fd = other_end.fileno()
+            boot = _BOOT.format(home=home, fd=fd, names=packed, late=late)
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT.format(home=home, fd=fd, names=packed)],
+                [sys.executable, "-c", boot],
                 pass_fds=[fd, packed],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -261,7 +261,8 @@ def start_search(
     environment, schedule = kernel_environment(), schedule_here.get()
     server = None
     if schedule is None:
-        server = fork_server(tracking=tracking.on)  # it starts while everything here is prepared
+        # It starts while everything here is prepared.
+        server = fork_server(tracking=tracking.on, search=True)
     hardware = detect_hardware()
     slots = search.slots or make_slots(
         config, hardware, search.placement, per_device=search.per_device, jobs=search.jobs
