@@ -56,7 +56,7 @@ class _Servers:
 
     def reap(self) -> None:
         """Forget the retired fork servers that have ended; until then they are zombies."""
-        self.retired = [server for server in self.retired if server.alive()]
+        self.retired = [server for server in self.retired if not server.reaped()]
 
 
 _servers = _Servers()

@@ -106,6 +106,10 @@ class ForkServerClient:
         # some), but its state shows the end at once.
         return self._process.poll() is None and is_running(self.pid)
 
+    def reaped(self) -> bool:
+        """Return True if it has ended; then it is a zombie no more."""
+        return self._process.poll() is not None
+
     def fits(self) -> bool:
         """Return True if its imports are those that a new one would make now."""
         return self._conditions == import_conditions(os.environ, self.names)
