@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nbtoolkit.environment.grace import TRACKING_STALL_SECONDS
 from nbtoolkit.launcher.forkserver_client import ForkServerClient, exiting_error
@@ -20,6 +21,10 @@ from nbtoolkit.launcher.tracking_client import TrackingClient
 from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.signals import without_interrupts
+
+if TYPE_CHECKING:
+    from nbtoolkit.run.resume import RunLock
+    from nbtoolkit.run.transport import Connection
 
 # Further modules that ranks have imported, from which on the next fork server is worth its start,
 # which takes 2 s: 100 modules import in 0.2 s to 1 s.
@@ -101,6 +106,16 @@ def fork_server(*, tracking: bool = False, search: bool = False) -> ForkServerCl
         return server
 
 
+def start_supervisor(main: str, payload: int, request: int, lock: RunLock) -> Connection:
+    """Start a supervisor or a scheduler; see :meth:`ForkServerClient.start`.
+
+    The present fork server starts it. One that the caller got before may have been replaced
+    meanwhile, by another thread that waits for a run.
+    """
+    with _lock:
+        return fork_server().start(main, payload, request, lock)
+
+
 def _tracking(server: ForkServerClient) -> TrackingClient:
     servers = _ours()
     if servers.tracking is None or not servers.tracking.alive():
@@ -139,7 +154,9 @@ def import_ahead(names: Sequence[str]) -> None:
 
 def take_over() -> None:
     """Let the next fork server take over if it is ready; does not wait for it."""
-    with _lock:
+    if not _lock.acquire(blocking=False):  # another thread starts a run: the next call looks again
+        return
+    try:
         servers = _ours()
         servers.reap()
         current, successor = servers.current, servers.next
@@ -161,6 +178,8 @@ def take_over() -> None:
             packages = {name.partition(".")[0] for name in {*successor.names} - {*current.names}}
             servers.refused |= {successor.spoiled_by} if successor.spoiled_by else packages
             import_ahead(successor.names)
+    finally:
+        _lock.release()
 
 
 def let_outlive(run: RunPaths) -> None:
@@ -193,8 +212,9 @@ def shutdown(stalled: float = TRACKING_STALL_SECONDS) -> None:
         servers.tracking.close(stalled)  # while its parent lives, which reaps it
     if servers.current is not None:
         servers.retire(servers.current)
-    for server in servers.retired if waits else ():
-        server.wait_for_end(stalled)
+    if waits:
+        for server in servers.retired:
+            server.wait_for_end(stalled)
 
 
 def pids() -> set[int]:

@@ -57,7 +57,6 @@ class ForkServerClient:
     def __init__(
         self, names: Sequence[str] = (), *, late: bool = False, stalled: float = STALL_SECONDS
     ) -> None:
-        self.kernel_pid = os.getpid()
         self.names = tuple(names)
         self.environment = environment_key(os.environ)
         self._conditions = import_conditions(os.environ, self.names)
@@ -117,9 +116,10 @@ class ForkServerClient:
     def is_ready(self) -> bool:
         """Return True if it has started; does not wait."""
         with self._asking:
-            for message in [] if self._ready else self.line.drain():
-                self._note(message)
-        return self._ready
+            if not self._ready:
+                for message in self.line.drain():
+                    self._note(message)
+            return self._ready
 
     def fork(self, main: str, descriptors: list[int]) -> int:
         """Fork a process, and wait until it exists.

@@ -18,7 +18,7 @@ from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.environment.variables import kernel_environment
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.host import Host, detect_host
-from nbtoolkit.launcher.fork_servers import fork_server, let_outlive, track
+from nbtoolkit.launcher.fork_servers import fork_server, let_outlive, start_supervisor, track
 from nbtoolkit.launcher.options import (
     LaunchOptions,
     SharedOptions,
@@ -212,12 +212,12 @@ def submit(
     try:
         tracking = choose_tracking(request.job.config.to_dict()["tracking"])
         # First, since it imports torch while the function is packed.
-        server = fork_server(tracking=tracking.on)
+        fork_server(tracking=tracking.on)
         notes = (*request.notes, *(("warning", note) for note in tracking.notes))
         request, environment = replace(request, notes=notes), kernel_environment()
         packed = pickle.dumps(request)
         with pack_function(train, environment) as payload, pack_content(packed) as content:
-            line = server.start(_OWNER, payload, content, run.lock)
+            line = start_supervisor(_OWNER, payload, content, run.lock)
         if detach:
             let_outlive(run.paths)
         tracked = partial(track, run.paths.folder) if tracking.on else None

@@ -19,7 +19,7 @@ from nbtoolkit.environment.plan import Evidence, make_plan
 from nbtoolkit.environment.variables import kernel_environment
 from nbtoolkit.errors import LaunchError, PlanError, ResumeError
 from nbtoolkit.host import Host, detect_host
-from nbtoolkit.launcher.fork_servers import fork_server, let_outlive, track
+from nbtoolkit.launcher.fork_servers import fork_server, let_outlive, start_supervisor, track
 from nbtoolkit.launcher.options import LaunchOptions
 from nbtoolkit.launcher.remote import submit_to_cluster
 from nbtoolkit.launcher.run_handle import StartedRun
@@ -259,10 +259,9 @@ def start_search(
     speed = None if search.slots else measured_speed(train, config)
     evidence: tuple[Evidence, ...] = () if speed is None else (speed,)
     environment, schedule = kernel_environment(), schedule_here.get()
-    server = None
     if schedule is None:
         # It starts while everything here is prepared.
-        server = fork_server(tracking=tracking.on, search=True)
+        fork_server(tracking=tracking.on, search=True)
     hardware = detect_hardware()
     slots = search.slots or make_slots(
         config, hardware, search.placement, per_device=search.per_device, jobs=search.jobs
@@ -291,14 +290,13 @@ def start_search(
             grace=limit.grace,
             speed=speed,
         )
-        if server is None:
-            assert schedule is not None
+        if schedule is not None:
             schedule(train, request, run)
             return Started(run, None, limit.deadline)
         try:
             packed = cloudpickle.dumps(request)
             with pack_function(train, environment) as payload, pack_content(packed) as content:
-                line = server.start(_SCHEDULER, payload, content, run.lock)
+                line = start_supervisor(_SCHEDULER, payload, content, run.lock)
         except LaunchError:
             roll_back(run)
             raise

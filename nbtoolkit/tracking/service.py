@@ -36,7 +36,7 @@ from nbtoolkit.tracking.tracker import choose_tracking
 POLL = 0.5
 """Seconds between two polls of the runs (at 50 events a second: 4% of a core; 10% with 0.2 s)."""
 
-_ERROR_LENGTH = 4000  # a packet has 64 KB
+_ERROR_LENGTH = 4000  # longer texts of libraries repeat the data
 _STATEMENT = "\n[SQL:"  # from here on, SQLAlchemy's errors repeat the whole batch
 
 # Set in this process only.

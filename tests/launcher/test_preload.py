@@ -14,6 +14,7 @@ from preloading import PACKAGE, UNSAFE, launch_until, tell_and_import
 
 import nbtoolkit as nb
 from nbtoolkit.environment.installed import ImportRecorder, environment_key
+from nbtoolkit.launcher import fork_servers
 
 # Installed with scikit-learn: one file, that imports nothing which is installed.
 ALONE = "threadpoolctl"
@@ -36,6 +37,27 @@ def test_a_changed_environment_is_not_served_from_old_imports(
     assert launch_until(PACKAGE, config)
     monkeypatch.setenv("NBTOOLKIT_TEST_SETTING", "1")
     assert not tell_and_import(PACKAGE, config)
+
+
+class WaitsForTheNext:
+    """Something that a function captures: while it is pickled, the next fork server takes over."""
+
+    def __reduce__(self) -> tuple[type[WaitsForTheNext], tuple[()]]:
+        before = fork_servers.fork_server()
+        until(lambda: fork_servers.fork_server() is not before, "the next fork server")
+        return WaitsForTheNext, ()
+
+
+def test_a_fork_server_may_be_replaced_while_a_launch_is_prepared(config: nb.Config) -> None:
+    """By the thread of another run: the launch said that this process was exiting."""
+    waits = WaitsForTheNext()
+
+    def train(config: nb.Config, ctx: nb.RunContext) -> bool:
+        return isinstance(waits, object)
+
+    fork_servers.fork_server().wait_until_ready()
+    fork_servers.import_ahead([f"not_installed.part_{number}" for number in range(100)])
+    assert nb.launch(train, config, processes=1, resume="never", display="off").value
 
 
 def test_what_is_only_looked_for_is_not_imported_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
