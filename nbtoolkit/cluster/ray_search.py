@@ -23,7 +23,9 @@ from nbtoolkit.launcher.out_of_memory import is_out_of_memory
 from nbtoolkit.launcher.remote import load_packed, write_packed
 from nbtoolkit.run import messages
 from nbtoolkit.run.attempts import last_event
+from nbtoolkit.run.events import CommandReceived
 from nbtoolkit.run.output import CellOutput
+from nbtoolkit.run.paths import RunPaths, write_json
 from nbtoolkit.run.payload import unload_function
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.remote_job import events_size
@@ -35,6 +37,7 @@ from nbtoolkit.search.algorithm import (
     SearchAlgorithm,
     SearchJob,
     SearchRequest,
+    folder_of,
 )
 from nbtoolkit.search.job_runner import describe_fault, job_request
 from nbtoolkit.search.slots import ALONE, Slot
@@ -170,8 +173,21 @@ class RaySearch:
         """Follow the requests of handles, which they write into the folder, and the deadline."""
         if (request := self._record.stop_requested()) is not None:
             self._record.request_stop("stopped", request.reason, request.grace)
+        for command in self._record.commands_requested():
+            self._algorithm.on_command(command)
+            self._record.write(CommandReceived(op=command.op, n=command.n))
+            if command.op == "stop_trial" and command.n is not None:
+                self._stop_trial(command.n)
         if self._record.decide() is not None:
             self._algorithm.on_command(messages.SearchCommand(op="stop"))
+
+    def _stop_trial(self, number: int) -> None:
+        """Write the request into the folders of the trial's jobs, which may be on any machine."""
+        for key in self._running:
+            if f"{key}/".startswith(f"{folder_of(number)}/"):
+                reason = "a handle asked for this trial's end"
+                stop = RunPaths(self._request.paths.folder / key).stop
+                write_json(stop, {"reason": reason, "grace": None}, durable=False)
 
 
 def _refuse_several_devices(request: SearchRequest) -> None:

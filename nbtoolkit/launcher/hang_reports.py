@@ -90,13 +90,13 @@ def start_failure(
 
 def deadlock_failure(waiting: list[RankView], over: list[RankView], paths: RunPaths) -> Failed:
     """Return the failure for ranks that wait in different calls, or for a rank that has ended."""
-    what = "the ranks wait for each other in different calls: "
+    fault = "the ranks wait for each other in different calls: "
     if over:
-        what = "a rank waits for a rank that has returned: "
+        fault = "a rank waits for a rank that has returned: "
     calls = [f"rank {rank.rank} {_state(rank)}" for rank in [*waiting, *over]]
     differences = _first_difference(waiting)
     error = WorkerHung(
-        what + "; ".join(calls) + "".join(f"\n  {line}" for line in differences),
+        fault + "; ".join(calls) + "".join(f"\n  {line}" for line in differences),
         allowed=_TOGETHER_CALLS,
         do=f"at these lines or before them, find a call that only some ranks make, for example "
         f"under `if ctx.is_main:`, and make it on all ranks; {_ALONE}; the ranks' stacks are in "

@@ -31,7 +31,6 @@ from nbtoolkit.run.paths import make_folder
 from nbtoolkit.run.payload import RunRequest
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.transport import Connection
-from nbtoolkit.worker.channel import answer_question, record_statement
 
 PORT_TRIES = 4
 
@@ -335,13 +334,13 @@ class RunSupervisor:
             case messages.UsageWarning() | messages.MetricsAnnounced() | messages.FilesWritten():
                 self._on_job_message(message)
             case Event():
-                record_statement(self.record, message)
+                self.record.take(message)
                 if isinstance(message, MetricsReported):
                     self._on_report(message)
 
     def _on_job_message(self, message: JobMessage) -> None:
         """Handle a message that concerns the search of a run; a run without one notes warnings."""
-        record_statement(self.record, message)
+        self.record.take(message)
 
     def _on_report(self, report: Report) -> None:
         """Let a search judge a report, and stop the run; a run without one has no judge."""
@@ -380,7 +379,7 @@ class RunSupervisor:
                 [report.weights for report in reports], [report.values for report in reports]
             )
             self._on_report(reports[0])
-        return answer_question(self.record, questions[0])
+        return self.record.answer(questions[0])
 
 
 def _named(numbers: dict[str, float]) -> dict[str, float]:

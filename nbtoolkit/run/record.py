@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.environment.deadline import on_monotonic_clock
+from nbtoolkit.run import messages
 from nbtoolkit.run.events import (
     CheckpointSaved,
     Event,
@@ -22,8 +23,7 @@ from nbtoolkit.run.events import (
     RunStarted,
     StopRequested,
 )
-from nbtoolkit.run.messages import StopRequest
-from nbtoolkit.run.paths import RunPaths, sync_folder, write_whole
+from nbtoolkit.run.paths import RunPaths, read_or_empty, sync_folder, write_whole
 from nbtoolkit.run.rank_check import Weights, divergence_warning, report_warning
 
 if TYPE_CHECKING:
@@ -85,6 +85,33 @@ class RunRecord:
             sync_folder(self.paths.folder)
             sync_folder(self.paths.folder.parent)
 
+    # --- from the ranks ---
+
+    def take(self, message: messages.Statement) -> None:
+        """Record a rank's message that has no answer; ignore what only a supervisor needs."""
+        match message:
+            case MetricsLogged():
+                self.logged(message.values, message.step)
+            case MetricsReported():
+                self.reported(message.values, message.step)
+            case CheckpointSaved():
+                self.saved(message.path, message.step, message.kind)
+            case NoteAdded():
+                self.note(message.text, message.level)
+            case messages.UsageWarning():
+                self.note(message.text, "warning")
+
+    def answer(self, question: messages.Question) -> messages.Answer:
+        """Record rank 0's question, which every rank has asked, and answer it."""
+        match question:
+            case messages.ReportRequest():
+                return messages.Answer(leave=self.reported(question.values, question.step))
+            case messages.StopCheck():
+                return messages.Answer(leave=self.decide(question.reserve))
+            case messages.CheckpointRequest():
+                self.saved(question.path, question.step, question.kind)
+        return messages.Answer()
+
     def logged(self, values: dict[str, float], step: int | None) -> None:
         """Record metrics from ``ctx.log``."""
         self._log.write(MetricsLogged(values=values, step=step))
@@ -145,20 +172,35 @@ class RunRecord:
             self.leaving = status
             self._log.write(StopRequested(reason=reason, grace=grace))
 
-    def stop_requested(self) -> StopRequest | None:
+    def stop_requested(self) -> messages.StopRequest | None:
         """The request that a handle has written into the run's folder; removes it."""
         # Called 20 times per second; an exception would take ten times as long as this check.
         if not os.path.exists(self._stop_file):
             return None
-        try:
-            request = json.loads(self.paths.stop.read_text())
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            request = {}
-        self.paths.stop.unlink(missing_ok=True)
-        reason = request.get("reason", "a handle asked")
-        return StopRequest(reason=reason, grace=request.get("grace"))
+        # Damaged, a FIFO or a folder: somebody asks all the same. A folder stays, and the run stops
+        # at its first look.
+        request = read_or_empty(self.paths.stop)
+        with contextlib.suppress(OSError):
+            self.paths.stop.unlink()
+        grace = request.get("grace")
+        return messages.StopRequest(
+            reason=str(request.get("reason", "a handle asked")),
+            grace=float(grace) if isinstance(grace, (int, float)) else None,
+        )
+
+    def commands_requested(self) -> list[messages.SearchCommand]:
+        """The commands that handles of a search have written into its folder; removes them."""
+        folder = self.paths.commands
+        requested: list[messages.SearchCommand] = []
+        for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if file.name.startswith("."):  # it is being written
+                continue
+            try:
+                requested.append(messages.SearchCommand(**read_or_empty(file)))  # type: ignore[arg-type]
+            except TypeError:
+                self.note(f"{file} holds no command of a search, and was deleted", "warning")
+            file.unlink()
+        return requested
 
     def saved(self, path: str, step: int | None, kind: str) -> None:
         """Record a checkpoint, which is on the disk."""

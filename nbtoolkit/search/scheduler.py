@@ -7,7 +7,6 @@ computes. The search algorithm decides which job runs next and what each result 
 from __future__ import annotations
 
 import importlib
-import json
 import time
 from collections.abc import Sequence
 
@@ -204,15 +203,8 @@ class SearchScheduler:
 
     def _requests_in_folder(self) -> list[messages.KernelRequest]:
         """Read the commands of handles that have no connection to this process."""
-        requests: list[messages.KernelRequest] = []
-        if (request := self._record.stop_requested()) is not None:
-            requests.append(request)
-        folder = self._request.paths.commands
-        for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-            if not file.name.startswith("."):  # else it is being written
-                requests.append(messages.SearchCommand(**json.loads(file.read_text())))
-                file.unlink()
-        return requests
+        stop = self._record.stop_requested()
+        return [*([] if stop is None else [stop]), *self._record.commands_requested()]
 
     def _follow(self, request: messages.KernelRequest) -> None:
         match request:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from nbtoolkit.run import messages
-from nbtoolkit.run.events import CheckpointSaved, MetricsLogged, MetricsReported, NoteAdded
+from nbtoolkit.run.events import MetricsLogged, MetricsReported
 from nbtoolkit.run.rank_check import Weights
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.signals import SignalFlag, describe_signal
@@ -105,12 +105,12 @@ class RecordChannel:
 
     def send(self, message: messages.Statement) -> None:
         """See :class:`Channel`."""
-        record_statement(self.record, message)
+        self.record.take(message)
 
     def ask(self, question: messages.Question) -> messages.Reply:
         """See :class:`Channel`."""
         self._read_stop_requests()
-        return answer_question(self.record, question)
+        return self.record.answer(question)
 
     def stop_pending(self) -> bool:
         """See :class:`Channel`; checks the run's folder a few times a second."""
@@ -127,33 +127,6 @@ class RecordChannel:
             self.record.request_stop("deadline", describe_signal(self.signal_flag.number))
         if (request := self.record.stop_requested()) is not None:
             self.record.request_stop("stopped", request.reason, request.grace)
-
-
-def record_statement(record: RunRecord, message: messages.Statement) -> None:
-    """Record a rank's message that has no answer; ignores what only a supervisor needs."""
-    match message:
-        case MetricsLogged():
-            record.logged(message.values, message.step)
-        case MetricsReported():
-            record.reported(message.values, message.step)
-        case CheckpointSaved():
-            record.saved(message.path, message.step, message.kind)
-        case NoteAdded():
-            record.note(message.text, message.level)
-        case messages.UsageWarning():
-            record.note(message.text, "warning")
-
-
-def answer_question(record: RunRecord, question: messages.Question) -> messages.Answer:
-    """Record rank 0's question, which every rank has asked, and answer it."""
-    match question:
-        case messages.ReportRequest():
-            return messages.Answer(leave=record.reported(question.values, question.step))
-        case messages.StopCheck():
-            return messages.Answer(leave=record.decide(question.reserve))
-        case messages.CheckpointRequest():
-            record.saved(question.path, question.step, question.kind)
-    return messages.Answer()
 
 
 class GroupChannel:

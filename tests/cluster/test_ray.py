@@ -13,7 +13,9 @@ import pytest
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, PlanError
-from nbtoolkit.run.events import EventReader, MetricsReported, RunStarted
+from nbtoolkit.run.attempts import last_event
+from nbtoolkit.run.events import CommandReceived, EventReader, MetricsReported, RunStarted
+from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.tasks.digits import load
 from nbtoolkit.tasks.digits import train as digits
 
@@ -144,6 +146,10 @@ def test_the_loss_of_a_node_costs_the_steps_since_the_last_checkpoint(
 # --- searches ---
 
 
+def commands(handle: Any) -> list[str]:
+    return [event.op for event in handle.events() if isinstance(event, CommandReceived)]
+
+
 @pytest.mark.usefixtures("cluster")
 def test_a_sweep_runs_its_trials_as_tasks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -161,6 +167,34 @@ def test_a_sweep_runs_its_trials_as_tasks(
     assert more.paths == result.paths
     assert len(more.trials) == 6
     assert "retries remaining" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_handle_pauses_resumes_and_stops_trials(tmp_path: Path) -> None:
+    def train(config: Any, ctx: Any) -> dict[str, float]:
+        for step in range(600 if ctx.paths.folder.name == "0000" else 1):
+            ctx.report({"score": float(step)}, step=step)
+            time.sleep(0.1)
+        return {"score": 1.0}
+
+    space = {
+        "space": {"model.x": {"type": "categorical", "choices": [0, 1, 2]}},
+        "study": {"metric": "score", "direction": "maximize", "sampler": "grid"},
+        "budget": {"n_trials": 1},
+    }
+    handle = nb.sweep(train, config(tmp_path), space, where="ray", wait=False, display="off")
+    trials = handle.paths.folder / "trials"
+    wait_until((trials / "0000/events.jsonl").exists)
+    handle.pause()
+    handle.add_trials(2)
+    handle.stop_trial(0)
+    wait_until(lambda: commands(handle) == ["pause", "add_trials", "stop_trial"])
+    wait_until(lambda: last_event(RunPaths(trials / "0000")) is not None)
+    time.sleep(2)
+    assert not (trials / "0001").exists()  # it is paused
+    handle.resume()
+    result = handle.result(timeout=120)
+    assert list(result.trials["state"]) == ["pruned", "complete", "complete"]
 
 
 @pytest.mark.usefixtures("cluster")
