@@ -353,8 +353,13 @@ class Config(Section):
         }
 
     def place(self, name: str) -> str:
-        """Return where a setting was set, such as ``train.yaml:4`` or ``override 'optim.lr'``."""
-        return self._places.get(tuple(name.split(".")), "set in Python")
+        """Return where a setting was set, such as ``train.yaml:4`` or ``override 'optim.lr'``.
+
+        A setting that nobody has set is ``the default``. One that was given to the class, such as
+        ``Config(seed=1)``, is ``set in Python``.
+        """
+        elsewhere = "set in Python" if name in self.differences(Config()) else "the default"
+        return self._places.get(tuple(name.split(".")), elsewhere)
 
     def __repr__(self) -> str:
         changed = self.differences(Config())

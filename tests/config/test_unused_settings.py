@@ -286,7 +286,8 @@ def test_places_change_no_configuration(tmp_path: Path) -> None:
     changed = config.with_overrides({"train.epochs": 2})
     assert changed.place("optim.lr").endswith("train.yaml:3")
     assert changed.place("train.epochs") == "override 'train.epochs'"
-    assert Config().place("optim.lr") == "set in Python"
+    assert Config().place("optim.lr") == "the default"
+    assert Config(seed=1).place("seed") == "set in Python"
     assert pickle.loads(pickle.dumps(config)).place("optim.lr").endswith("train.yaml:3")
     same = Config().with_overrides(config.model_dump(exclude_unset=True))
     assert same == config

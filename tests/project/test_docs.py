@@ -39,7 +39,7 @@ START = ROOT / "docs/index.rst"  # the site's first page
 RUN_ELSEWHERE = {"docs/tensorflow.md": "integrations/test_tensorflow.py"}
 
 # Folders of pages that show what their code prints.
-SHOW_OUTPUT = ("docs/explanation/", "docs/how-to/", "docs/moving/")
+SHOW_OUTPUT = ("docs/explanation/", "docs/how-to/", "docs/moving/", "docs/settings.md")
 
 
 def name_of(page: Path) -> str:
