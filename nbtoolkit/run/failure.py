@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import NoReturn
 
-from nbtoolkit.errors import RunFileError
+from nbtoolkit.errors import NbtoolkitError, RunFileError
 from nbtoolkit.run.attempts import last_event
 from nbtoolkit.run.paths import RunPaths, reading
 from nbtoolkit.run.serialization import (
@@ -51,6 +52,7 @@ def _failure(paths: RunPaths) -> BaseException:
     with reading(paths.error_pickle):
         packed = PackedError.decode(paths.error_pickle.read_bytes())
         error = unpack_error(for_the_cell(packed))
+        _name_cells(error)
         if packed.rank is not None:
             location = user_line(packed.stack)
             where = f"rank {packed.rank}" + (f", {cell_name(*location)}" if location else "")
@@ -58,6 +60,20 @@ def _failure(paths: RunPaths) -> BaseException:
         for note in packed.notes:
             add_note(error, f"[nbtoolkit] {note}")
     return error
+
+
+def _name_cells(error: BaseException) -> None:
+    """Name cells instead of their temporary files in the text of an error of nbtoolkit."""
+    if isinstance(error, NbtoolkitError):
+        what, allowed, do = (_with_cells(text) for text in (error.what, error.allowed, error.do))
+        NbtoolkitError.__init__(error, what, allowed=allowed, do=do)
+
+
+_FILE_AND_LINE = re.compile(r"(<ipython-input[^>]*>|/[^\s:]+\.py):(\d+)")
+
+
+def _with_cells(text: str) -> str:
+    return _FILE_AND_LINE.sub(lambda match: cell_name(match[1], int(match[2])), text)
 
 
 def cell_name(filename: str, line: int) -> str:

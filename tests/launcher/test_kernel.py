@@ -242,6 +242,21 @@ def test_an_inline_run_and_a_handle_show_the_users_frames_alone(shared: Notebook
         assert "hidden" not in plain(cell.traceback)
 
 
+def test_an_error_about_the_ranks_calls_names_the_cells(shared: Notebook) -> None:
+    shared.run("""
+    def reports_alone(config, ctx):
+        if ctx.is_main:
+            ctx.report({"x": 1.0}, step=0)
+        return ctx.rank
+    """).ok()
+    number = shared.run("print(len(In) - 2)").ok().text.strip()
+    cell = shared.run("run(reports_alone, display='off')")
+    assert cell.error == "ReportError"
+    shown = plain(cell.traceback)
+    assert f"report at Cell In[{number}], line 3 was called on rank 0 only" in shown
+    assert "ipykernel" not in shown
+
+
 def test_what_a_rank_draws_turns_to_text(shared: Notebook) -> None:
     cell = shared.run("""
     from tqdm.auto import tqdm
