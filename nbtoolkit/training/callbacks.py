@@ -32,8 +32,7 @@ class FitState:
         metrics: the metrics of the current epoch. As long as this epoch has none, the metrics of
             the epoch before. They are equal on all ranks.
         model: the module that you passed to ``fit``, without a wrapper, on this rank's device.
-        optimizers: the optimizers, by the names that you passed to ``fit``. A single optimizer has
-            the name ``optimizer``.
+        optimizer: the optimizer.
         ctx: the run's context.
     """
 
@@ -41,14 +40,9 @@ class FitState:
     step: int
     metrics: Mapping[str, float]
     model: torch.nn.Module
-    optimizers: Mapping[str, torch.optim.Optimizer]
+    optimizer: torch.optim.Optimizer
     ctx: RunContext
     _stop: Callable[[str], None]
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, or the first one of several."""
-        return next(iter(self.optimizers.values()))
 
     def stop(self, reason: str) -> None:
         """End the training on all ranks, within about a second.

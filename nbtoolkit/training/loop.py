@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn
 
 from nbtoolkit.config.reads import mark_used
 from nbtoolkit.config.schema import ConfigLike, as_config
@@ -32,10 +32,9 @@ from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import Loss, StepLoss, check_loss, raise_if_not_finite
 from nbtoolkit.training.metrics import Metrics, check_accuracy, named_metrics, reported_names
 from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
-from nbtoolkit.training.optim.optimizer import GivenOptimizer
+from nbtoolkit.training.optim.optimizer import GivenOptimizer, refuse_several
 from nbtoolkit.training.optim.schedule import GivenSchedule
-from nbtoolkit.training.optim.several import SeveralTrainStep
-from nbtoolkit.training.step import Forward, Recipe, StepOfSeveral, TrainStep
+from nbtoolkit.training.step import Forward, Recipe, TrainStep
 from nbtoolkit.training.step_time import StepClock, StepProfiler
 from nbtoolkit.training.sync import ControlSignal, LossWindow, RankSync, SyncResult
 from nbtoolkit.training.train_state import (
@@ -63,12 +62,12 @@ def fit(
     train_data: object,
     valid_data: object,
     *,
-    loss: Loss | None = None,
+    loss: Loss,
     metrics: Metrics = None,
-    step: Forward | StepOfSeveral | None = None,
+    step: Forward | None = None,
     collate: Collate | None = None,
-    optimizer: GivenOptimizer | Mapping[str, GivenOptimizer] | None = None,
-    schedule: GivenSchedule | Mapping[str, GivenSchedule] | None = None,
+    optimizer: GivenOptimizer | None = None,
+    schedule: GivenSchedule | None = None,
     sampler: Iterable[int] | None = None,
     sample_weights: SampleWeights | None = None,
     callbacks: Iterable[object] = (),
@@ -117,27 +116,24 @@ def fit(
             same as if one device computed the loss of the whole batch. For a loss that
             compares the samples of a batch, :func:`nbtoolkit.tasks.contrastive.metric_loss` gives
             it the samples of all ranks. If ``train.loss_reduction`` is ``batch``, any other loss is
-            allowed. With several optimizers, only the validation uses ``loss``.
+            allowed.
         metrics: a list of metrics, or a dict whose keys are their names. A metric is
             a name (``"accuracy"``, ``"rmse"``, ``"f1_macro"``, ``"roc_auc"``, ... ; an unknown one
             lists them), a function ``(outputs, targets)`` that returns a mean over the batch, a
             torchmetrics object, or a result of :func:`nbtoolkit.epoch_metric` (for a function that
             needs all samples at once).
         step: a function ``step(model, batch)`` that returns (outputs, targets). Default: the batch
-            is a pair (inputs, targets), and the model gets the inputs. With several optimizers: a
-            function ``step(model, batch, optimizers)`` that returns a loss, or a dict of losses to
-            report; see :class:`~nbtoolkit.training.optim.several.OptimizerHandle`.
+            is a pair (inputs, targets), and the model gets the inputs.
         collate: a function that makes a batch from a list of samples; default: torch's.
         optimizer: an optimizer over the parameters of ``model``, or a function that makes one from
             ``model``; it keeps its own learning rates. Or an optimizer class, which gets the
-            settings of ``optim``. Or a dict of several by name, together with a ``step`` for them.
-            Default: the optimizer that ``optim.name`` names.
+            settings of ``optim``. Default: the optimizer that ``optim.name`` names. A training with
+            several optimizers is a loop of your own, see docs/own-loop/several-models.md.
         schedule: an ``LRScheduler`` of this optimizer; a function ``f(optimizer)`` or
             ``f(optimizer, steps)`` that makes one; or a function ``f(step)`` that returns the
             factor of the learning rates. It advances after each optimizer step, but a
-            ``ReduceLROnPlateau`` after each epoch, by the monitored metric. For several optimizers,
-            a dict by name. Default: ``optim.schedule``; an optimizer that you made yourself keeps
-            its rates.
+            ``ReduceLROnPlateau`` after each epoch, by the monitored metric. Default:
+            ``optim.schedule``; an optimizer that you made yourself keeps its rates.
         sampler: a torch ``Sampler``, or any iterable with ``__len__``, that gives the indices of
             one epoch's samples. ``fit`` reads it once per epoch for all ranks, after it has seeded
             the random generators by (seed, epoch). Default: a permutation of all samples.
@@ -167,9 +163,9 @@ def fit(
     names, stems = reported_names(by_name, validates=valid_data is not None)
     profilers = [StepProfiler(ctx)] if config.train.profile else []
     moments = Callbacks([*callbacks, *profilers], ctx.rank, ctx.world_size)
-    several = isinstance(optimizer, Mapping)
-    check_loss(loss, several=several, validates=valid_data is not None)
-    adds = several or moments.have("on_validation_end")  # metrics of any name
+    check_loss(loss)
+    refuse_several(optimizer)
+    adds = moments.have("on_validation_end")  # metrics of any name
     if not adds:
         check_monitor(config, names, stems)
     monitor = config.checkpoint.monitor or ("val_loss" if "val_loss" in names else "train_loss")
@@ -196,20 +192,17 @@ def fit(
         check_accuracy(by_name, targets)
         recipe = Recipe(
             loss=loss,
-            forward=cast("Forward", forward_pair if step is None or several else step),
+            forward=forward_pair if step is None else step,
             optimizer=optimizer,
             schedule=schedule,
-            step_of_several=cast("StepOfSeveral | None", step if several else None),
             targets=targets,
         )
-        kind = SeveralTrainStep if several else TrainStep
-        train_step = kind(ctx, config, model, recipe, steps=total)
+        train_step = TrainStep(ctx, config, model, recipe, steps=total)
         refuse_single_samples(train_step.module, loader.single)
         training = _Training(ctx, config, loader, train_step, checkpoints, moments)
         validator = Validator(ctx, config, valid_data, by_name, collate, model)
         training.resume()
-        # Neither a step of several optimizers nor a loss over whole batches can be cut.
-        if not several and config.train.loss_reduction == "auto":
+        if config.train.loss_reduction == "auto":  # a loss over whole batches cannot be cut
             ctx.accumulates(entered=True)
         while not training.done:
             training.train_epoch()
@@ -217,8 +210,7 @@ def fit(
         ctx.accumulates(entered=False)
         values = training.finish()
         if ctx.is_main and ctx.has_fold and not ctx.params:  # a sweep's folds keep none
-            own_step = cast("Forward | None", None if several else step)
-            predictor = ModelPredictor(train_step.module, own_step, collate, train_data)
+            predictor = ModelPredictor(train_step.module, step, collate, train_data)
             save_predictor(ctx.paths, predictor)
         return values
 
@@ -325,7 +317,7 @@ class _Training:
         train_step, state, checkpoints = self._train_step, self._state, self._checkpoints
         strategy = train_step.strategy
         self._update_averages()
-        state.values = state.train_losses
+        state.values = {"train_loss": state.train_loss}
         self._moment("on_train_epoch_end")
         values = state.values = {**state.values, **validator.values(train_step)}
         if self._callbacks:
@@ -363,9 +355,16 @@ class _Training:
         if not self._callbacks.have(moment):
             return {}
         step, callbacks = self._train_step, self._callbacks
-        optimizers = {name: one.optimizer for name, one in step.scheduled.items()}
-        now = self._epoch, step.steps_done, self._state.values, step.module, optimizers
-        return callbacks.call(moment, FitState(*now, self._ctx, callbacks.request_stop))
+        state = FitState(
+            self._epoch,
+            step.steps_done,
+            self._state.values,
+            step.module,
+            step.optimizer,
+            self._ctx,
+            callbacks.request_stop,
+        )
+        return callbacks.call(moment, state)
 
     def _sync(self) -> SyncResult:
         """Sum the losses since the last call over the ranks, and log them.
@@ -374,7 +373,7 @@ class _Training:
             LossNotFinite: a loss is not finite.
         """
         train_step, window, logger = self._train_step, self._window, self._logger
-        losses, parts = window.values(), train_step.take_parts()  # waits for the device
+        losses = window.values()  # waits for the device
         steps = sum(micro_batch.last for micro_batch in window.micro_batches)
         result = self._rank_sync.sync(
             train_step.steps_done,
@@ -382,7 +381,6 @@ class _Training:
             signal=self._control_signal(),
             own=[*self._clock.take(steps), logger.memory()],
             stop=self._callbacks.stop_requested,
-            parts=[*parts.values()],
         )
         self._clock.add([own[:-1] for own in result.own])
         memory = [own[-1] for own in result.own]
@@ -390,8 +388,6 @@ class _Training:
         window.clear()
         if not result.finite:
             self._refuse_losses(losses, micro_batches)  # returns if fp16 has skipped the steps
-        for name, total in zip(parts, result.parts, strict=True):
-            self._state.parts[name] = self._state.parts.get(name, 0.0) + total
         for part, point in zip_longest(result.sums, log_points):
             train_step.reduced_loss.check_all_count(part.weight, part.samples)
             if math.isfinite(part.loss):

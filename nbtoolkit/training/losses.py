@@ -58,25 +58,13 @@ class BatchLoss(NamedTuple):
     """The weight of the mean beside those of other micro-batches: samples, or sum of weights."""
 
 
-def check_loss(loss: object, *, several: bool, validates: bool) -> None:
-    """Refuse a loss that is none, or none where one is needed.
-
-    Args:
-        loss: the user's.
-        several: whether the user's own step of several optimizers computes the training's losses.
-        validates: whether there is a validation set.
+def check_loss(loss: object) -> None:
+    """Refuse what is no function of outputs and targets.
 
     Raises:
         FitError: says what to pass.
     """
-    if loss is None and (validates or not several):
-        raise FitError(
-            "fit has no loss" + (" for the validation" if several else ""),
-            allowed="loss=f with f(outputs, targets); none only for several optimizers, whose step "
-            "computes it, with valid_data=None",
-            do="pass loss=torch.nn.functional.cross_entropy",
-        )
-    if isinstance(loss, type) or not (loss is None or callable(loss)):
+    if isinstance(loss, type) or not callable(loss):
         raise FitError(
             f"loss={loss!r} is not a function of outputs and targets",
             allowed="a function (outputs, targets), or an object such as nn.CrossEntropyLoss()",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -48,31 +48,24 @@ if TYPE_CHECKING:
 Forward: TypeAlias = "Callable[[nn.Module, Any], tuple[Any, Any]]"
 """``step(model, batch)`` -> (outputs, targets) of the user, see :func:`nbtoolkit.fit`."""
 
-StepOfSeveral: TypeAlias = "Callable[[nn.Module, Any, Mapping[str, Any]], Any]"
-"""``step(model, batch, optimizers)`` of the user -> a loss, or losses by name, to report; see
-:class:`~nbtoolkit.training.optim.several.OptimizerHandle`."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How the user wants a model to be trained; see :func:`nbtoolkit.fit` for each of them.
 
     Attributes:
-        loss: ``loss(outputs, targets)``; None only for several optimizers, without a validation.
-        forward: ``step(model, batch)`` -> (outputs, targets); for several optimizers it is used in
-            the validation only.
-        optimizer: the user's, or several in a dict by name; None: the one of ``config.optim``.
-        schedule: the user's, or several by the optimizers' names; None: that of ``config.optim``.
-        step_of_several: ``step(model, batch, optimizers)``, with several optimizers.
+        loss: ``loss(outputs, targets)``.
+        forward: ``step(model, batch)`` -> (outputs, targets).
+        optimizer: the user's; None: the one of ``config.optim``.
+        schedule: the user's; None: that of ``config.optim``.
         targets: all targets of the training set as ``forward`` returns them, if known: their labels
             are checked with the first batch (else only the batch's own).
     """
 
-    loss: Loss | None
+    loss: Loss
     forward: Forward
-    optimizer: GivenOptimizer | Mapping[str, GivenOptimizer] | None = None
-    schedule: GivenSchedule | Mapping[str, GivenSchedule] | None = None
-    step_of_several: StepOfSeveral | None = None
+    optimizer: GivenOptimizer | None = None
+    schedule: GivenSchedule | None = None
     targets: Labels | None = None
 
 
@@ -91,7 +84,7 @@ class TrainStep:
         model: the model as a step calls it: compiled, and wrapped on several ranks.
         loss: the user's, with its tensors on this rank's device.
         forward: the user's, on images in channels-last format where ``config`` says so.
-        scheduled: the optimizer with its schedule, or several, by name.
+        scheduled: the optimizer with its schedule.
         averages: of its weights; None without averaging.
         strategy: how the ranks share the training.
         steps: optimizer steps of the whole run.
@@ -101,8 +94,6 @@ class TrainStep:
         FitError: the model cannot be trained as ``config`` says.
     """
 
-    scheduled: Mapping[str, ScheduledOptimizer]
-
     def __init__(
         self, ctx: RunContext, config: Config, model: nn.Module, recipe: Recipe, *, steps: int
     ) -> None:
@@ -111,13 +102,13 @@ class TrainStep:
         self.strategy = kind(ctx, config)
         self.module = prepare_model(ctx, config, model)
         self.module.zero_grad()  # of steps before fit
-        self._no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.model = self._wrap()
-        self.loss = on_device(cast("Loss", recipe.loss), ctx.device)
+        self.model = self.strategy.wrap(self.module, steps=steps)
+        self._no_sync = self.strategy.no_sync(self.model)
+        self.loss = on_device(recipe.loss, ctx.device)
         self.loss_module = trained_loss(ctx, self.module, self.loss)
         if self.loss_module is not None:  # as DDP does: all start with rank 0's
             self.strategy.load_on_all_ranks(self.loss_module, None)
-        self._make_optimizers(ctx, config, recipe)
+        self.scheduled = self._make_optimizer(ctx, config, recipe)
         self.strategy.bind(self.optimizer)
         named = self.module.named_parameters()
         self._named = {name: weight for name, weight in named if weight.requires_grad}
@@ -142,28 +133,16 @@ class TrainStep:
         self._weights = StepWeights(ctx.device, ctx.world_size)
         self.averages = make_averages(config, self.module, steps=steps, factor=ctx.plan.lr_factor)
 
-    def _wrap(self) -> nn.Module:
-        """The model as the step calls it."""
-        model = self.strategy.wrap(self.module, steps=self.steps)
-        self._no_sync = self.strategy.no_sync(model)
-        return model
-
-    def _make_optimizers(self, ctx: RunContext, config: Config, recipe: Recipe) -> None:
+    def _make_optimizer(
+        self, ctx: RunContext, config: Config, recipe: Recipe
+    ) -> ScheduledOptimizer:
         """Make :attr:`scheduled`."""
-        given = cast("GivenOptimizer | None", recipe.optimizer)
-        schedule = make_user_schedule(
-            config,
-            given,
-            cast("GivenSchedule | None", recipe.schedule),
-            steps=self.steps,
-            factor=ctx.plan.lr_factor,
-        )
+        given = recipe.optimizer
         optimizer = make_user_optimizer(config, self.module, given, self.loss_module)
-        self.scheduled = {
-            "optimizer": ScheduledOptimizer(
-                "optimizer", optimizer, schedule, ctx, config, self.strategy, self._names()
-            )
-        }
+        schedule = make_user_schedule(
+            config, given, recipe.schedule, steps=self.steps, factor=ctx.plan.lr_factor
+        )
+        return ScheduledOptimizer(optimizer, schedule, ctx, config, self.strategy, self._names())
 
     def _names(self) -> dict[nn.Parameter, str]:
         """Return the name of each parameter of the model, and of a loss that is trained."""
@@ -172,28 +151,24 @@ class TrainStep:
         return names | {parameter: name for name, parameter in self.module.named_parameters()}
 
     @property
-    def _first(self) -> ScheduledOptimizer:
-        return next(iter(self.scheduled.values()))
-
-    @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer; of several the first."""
-        return self._first.optimizer
+        """The optimizer."""
+        return self.scheduled.optimizer
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule; of several the first optimizer's."""
-        return self._first.schedule
+        """The optimizer's schedule."""
+        return self.scheduled.schedule
 
     @property
     def rate(self) -> float:
         """The learning rate of the last step."""
-        return self._first.rate
+        return self.scheduled.rate
 
     @property
     def grad_norm(self) -> Tensor | None:
         """The gradient's norm before clipping when it was last measured; None: it was not."""
-        return self._first.norm
+        return self.scheduled.norm
 
     def step(self, batch: Batch, micro_batch: MicroBatch, *, measure_norm: bool) -> BatchLoss:
         """Forward and backward pass of a micro-batch, and the optimizer's step after the last one.
@@ -267,9 +242,9 @@ class TrainStep:
         takes 17 such steps, almost in a row. On one rank torch's loss of a batch whose targets are
         all ignored is NaN, and its gradient 0.
         """
-        scalers = [one.scaler for one in self.scheduled.values()]
-        if all(scaler.is_enabled() for scaler in scalers):
-            return all(scaler.get_scale() >= 1.0 for scaler in scalers)
+        scaler = self.scheduled.scaler
+        if scaler.is_enabled():
+            return scaler.get_scale() >= 1.0
         return self._ranks == 1 and all(bool(one.isfinite().all()) for one in self._parameters)
 
     def broadcast_buffers(self) -> None:
@@ -288,7 +263,7 @@ class TrainStep:
             "model": self.module.state_dict(),
             "step": self.steps_done,
             "loss": self.reduced_loss.state(),
-            **self._optimizer_state(),
+            **self.scheduled.state(),
         }
         if self.loss_module is not None:
             state["loss_parameters"] = self.loss_module.state_dict()
@@ -300,7 +275,7 @@ class TrainStep:
         Raises:
             CheckpointError: it is another model's, or not of :meth:`state`.
         """
-        needed = {"step", "loss", *self._optimizer_state()}
+        needed = {"step", "loss", *self.scheduled.state()}
         if self.loss_module is not None:
             needed.add("loss_parameters")
         if missing := (needed if self.averages is None else needed | {"averages"}) - state.keys():
@@ -313,26 +288,15 @@ class TrainStep:
         load_weights(state, self.module, source=source)
         if self.loss_module is not None:
             load_weights(state["loss_parameters"], self.loss_module, source=source)
-        self._restore_optimizers(state, source)
+        self.scheduled.restore(state)
         if self.averages is not None:
             self.averages.restore(state["averages"], source=source)
         self.steps_done = state["step"]
         self.reduced_loss.restore(state["loss"])
 
-    def _optimizer_state(self) -> State:
-        return self._first.state()
-
-    def _restore_optimizers(self, state: State, source: str) -> None:
-        self._first.restore(state)
-
     def observe(self, value: float, better: bool) -> None:
-        """Report an epoch's monitored value to the schedules."""
-        for one in self.scheduled.values():
-            one.schedule.observe(value, better)
-
-    def take_parts(self) -> dict[str, float]:
-        """Losses by name, summed over this rank's samples since the last call."""
-        return {}
+        """Report an epoch's monitored value to the schedule."""
+        self.schedule.observe(value, better)
 
     def weights(self) -> State:
         """The weights that were evaluated, and those of a loss that is trained."""
@@ -373,7 +337,7 @@ class TrainStep:
         loss = reduced_loss.reduce(computed, samples)
         factor, weight = self._factor(loss, micro_batch)
         weighted = loss.mean if factor == 1.0 else loss.mean * factor
-        scaled = self._first.scaler.scale(weighted)
+        scaled = self.scheduled.scaler.scale(weighted)
         return BatchLoss(loss.mean.detach(), weight), scaled
 
     def _evaluated(
@@ -447,7 +411,7 @@ class TrainStep:
             if factor is not None:
                 scale_gradients(self._parameters, factor)
         rate = None if self.averages is None else self.averages.rate(self.steps_done)
-        self._first.apply(self.steps_done, measure_norm=measure_norm, rate=rate)
+        self.scheduled.apply(self.steps_done, measure_norm=measure_norm, rate=rate)
         for parameter in self._parameters:  # what zero_grad does, in 0.3 instead of 6 us
             parameter.grad = None
         self.steps_done += 1

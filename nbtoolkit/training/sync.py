@@ -56,14 +56,12 @@ class SyncResult:
         signal: rank 0's.
         own: of each rank the numbers it gave, see :meth:`RankSync.sync`.
         stop: whether a callback of any rank has asked to stop.
-        parts: sums over the ranks, see :meth:`RankSync.sync`.
     """
 
     sums: list[LossSum]
     signal: ControlSignal
     own: list[list[float]]
     stop: bool
-    parts: list[float]
 
     @property
     def finite(self) -> bool:
@@ -190,7 +188,6 @@ class RankSync:
         *,
         signal: ControlSignal,
         stop: bool = False,
-        parts: Sequence[float] = (),
         own: Sequence[float] = (),
     ) -> SyncResult:
         """Synchronise after ``step`` optimizer steps; called by all ranks.
@@ -200,24 +197,22 @@ class RankSync:
             sums: this rank's, from :meth:`LossWindow.sums`; equally many on all ranks.
             signal: what to do; rank 0's counts.
             stop: whether a callback of this rank has asked to stop.
-            parts: more sums of this rank; equally many on all ranks.
             own: numbers of this rank, not summed; equally many on all ranks.
         """
         ctx = self._ctx
         control = [float(signal), float(self._steps_in_time(step))] if ctx.is_main else [0.0, 0.0]
-        control += [float(stop), *parts]
+        control.append(float(stop))
         table = [0.0] * (ctx.world_size * len(own))
         table[ctx.rank * len(own) : (ctx.rank + 1) * len(own)] = own
         flat = [float(number) for part in sums for number in part]
         agreed, steps_ahead, stops, *numbers = self._all_reduce([*control, *table, *flat])
-        parts, numbers = numbers[: len(parts)], numbers[len(parts) :]
         table, flat = numbers[: len(table)], numbers[len(table) :]
         rows = [table[rank * len(own) : (rank + 1) * len(own)] for rank in range(ctx.world_size)]
         columns = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
         total = [LossSum(loss, weight, int(samples)) for loss, weight, samples in columns]
         self._steps_ahead = int(steps_ahead)
         self.begin(step)
-        return SyncResult(total, ControlSignal(int(agreed)), rows, stops > 0, parts)
+        return SyncResult(total, ControlSignal(int(agreed)), rows, stops > 0)
 
     def _steps_in_time(self, step: int) -> int:
         """The number of steps between two synchronisations, from the duration of the last ones."""

@@ -59,7 +59,6 @@ class TrainState:
         taken: optimizer steps done in the current epoch.
         loss: the sum of the current epoch's losses, over all ranks, each times its weight.
         seen: the sum of these weights: the samples, if the loss is a mean over samples.
-        parts: like ``loss``, of each loss that a step for several optimizers returns by name.
         stopped: why a callback has ended the training; "": it has not.
         values: the metrics of the last epoch done.
         best: the best value of the monitored metric; None: no epoch has had a number (NaN is none).
@@ -88,7 +87,6 @@ class TrainState:
         self._reference: float | None = None
         self.epoch = self.taken = 0
         self.loss = self.seen = 0.0
-        self.parts: dict[str, float] = {}
         self.stopped = ""
         self.values: dict[str, float] = {}
         self.best_values: dict[str, float] = {}
@@ -101,11 +99,9 @@ class TrainState:
         self.seen += part.weight
 
     @property
-    def train_losses(self) -> dict[str, float]:
-        """The mean losses of the current epoch so far: ``train_loss``, and its parts."""
-        sums = {"loss": self.loss, **self.parts}
-        seen = self.seen or math.nan
-        return {f"train_{name}": total / seen for name, total in sums.items()}
+    def train_loss(self) -> float:
+        """The mean loss of the current epoch so far."""
+        return self.loss / (self.seen or math.nan)
 
     @property
     def stopped_early(self) -> bool:
@@ -118,7 +114,6 @@ class TrainState:
         self.epoch, self.values = self.epoch + 1, values
         self.taken = 0
         self.loss = self.seen = 0.0
-        self.parts = {}
         value = values[self.monitored]
         better = self._is_better(value, self.best, by=0.0)
         if better:

@@ -36,8 +36,8 @@ def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
         def on_train_batch_end(self, state: Any) -> None:
             times.append(time.perf_counter())
             if state.step == STEPS:
-                (optimizer,) = state.optimizers.values()
-                moments = [one for own in optimizer.state.values() for one in own.values()]
+                states = state.optimizer.state.values()
+                moments = [moment for state_of_one in states for moment in state_of_one.values()]
                 found["bytes"] = sum(local(one) for one in [*state.model.parameters(), *moments])
 
     data = torch.randn(32 * STEPS, WIDTH)

@@ -270,40 +270,6 @@ def test_averaged_weights_are_resumed_exactly(kind: str, tmp_path: Path) -> None
     assert answers["passed"], answers["text"]
 
 
-def test_several_optimizers_have_a_loss_scale_each(tmp_path: Path) -> None:
-    """The example of docs/training/several-optimizers.md, in fp16, killed and resumed."""
-    code = """
-    bce = nn.functional.binary_cross_entropy_with_logits
-
-    def step(model, batch, optimizers):
-        generator, critic = model["generator"], model["critic"]
-        fake = generator(torch.randn(len(batch), 4, device=batch.device))
-        real, made = critic(batch), critic(fake.detach())
-        critic_loss = bce(real, torch.ones_like(real)) + bce(made, torch.zeros_like(made))
-        optimizers["critic"].backward(critic_loss)
-        optimizers["critic"].step()
-        judged = critic(fake)
-        generator_loss = bce(judged, torch.ones_like(judged))
-        optimizers["generator"].backward(generator_loss)
-        optimizers["generator"].step()
-        return {"critic": critic_loss, "generator": generator_loss}
-
-    def adversarial(config, ctx):
-        model = nn.ModuleDict({"generator": nn.Linear(4, 64), "critic": nn.Linear(64, 1)})
-        adam = {name: torch.optim.Adam(part.parameters(), 2e-3) for name, part in model.items()}
-        rows = images.flatten(1)
-        return nb.fit(ctx, config, model, rows, None, optimizer=adam, step=step)
-
-    overrides = {**settings, **small, "train.precision": "fp16"}
-    found = nb.verify.resume(adversarial, nb.load_config(env=None, overrides=overrides))
-    value = launch(adversarial, config={**small, "train.precision": "fp16"}).value
-    tell(passed=found.passed, text=found.explain(), names=sorted(value))
-    """
-    answers = told(IMAGES + textwrap.dedent(code), tmp_path)
-    assert answers["passed"], answers["text"]
-    assert {"train_critic", "train_generator"} <= set(answers["names"])
-
-
 def test_both_stages_of_metric_learning_train_on_the_gpu(tmp_path: Path) -> None:
     code = """
     from nbtoolkit.tasks import metric_learning

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import nbtoolkit as nb
-from nbtoolkit.errors import FitError
 from nbtoolkit.worker.context import RunContext
 
 
@@ -71,13 +70,3 @@ def test_prepare_wraps_and_unwrap_returns_the_model(tmp_path: Path, precision: s
     assert "forward" not in model.__dict__
     assert ("forward" in prepared.__dict__) is (precision == "bf16")
     assert prepared(samples(4)[0]).shape == (4, 3)
-
-
-def test_several_optimizers_are_refused(tmp_path: Path) -> None:
-    ctx, data = context(tmp_path / "run"), samples(12)
-
-    def step(model: nn.Module, batch: Any, optimizers: Any) -> Any:
-        raise AssertionError("no step is made")
-
-    with pytest.raises(FitError, match=r"several optimizers do not go with .*strategy: dp"):
-        nb.fit(ctx, ctx.config, model_of(), data, None, optimizer={"a": torch.optim.SGD}, step=step)

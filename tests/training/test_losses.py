@@ -301,7 +301,12 @@ def test_outputs_of_another_shape_than_the_targets_are_named(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("loss", "do"), [(nn.CrossEntropyLoss, "call the class"), ("mse", "pass the function")]
+    ("loss", "do"),
+    [
+        (nn.CrossEntropyLoss, "call the class"),
+        ("mse", "pass the function"),
+        (None, "pass the function"),
+    ],
 )
 def test_a_loss_that_is_no_function_is_refused(tmp_path: Path, loss: Any, do: str) -> None:
     run = Run(tmp_path / "run")

@@ -119,6 +119,8 @@ def half(model: nn.Module) -> Optimizer:
         (lambda model: None, r"is a function that returns no optimizer but NoneType"),
         ("adamw", r"optimizer= is no optimizer but str[\s\S]*model -> Optimizer"),
         (nn.Linear, r"is no optimizer but the class Linear"),
+        ({"all": sgd}, r"is a dict of 1, and fit trains[\s\S]*own-loop/several-models\.md"),
+        ([sgd, sgd], r"optimizer= is a list of 2"),
         (
             lambda model: torch.optim.LBFGS(model.parameters()),
             r"optimizer=: the step of LBFGS needs a closure",

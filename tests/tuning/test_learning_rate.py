@@ -139,17 +139,6 @@ def test_a_function_with_rates_of_its_own_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TuningError, match=r"rates of its own, from 0\.1 to 0\.1"):
         nb.find_learning_rate(train, configuration(tmp_path), low=1e-4, high=0.1, steps=30)
 
-    def several(config: Any, ctx: Any) -> Any:
-        def step(model: Any, batch: Any, optimizers: Any) -> Any:
-            optimizers["one"].backward(loss := cross_entropy(model(batch[0]), batch[1]))
-            optimizers["one"].step()
-            return loss
-
-        adam = {"one": lambda model: torch.optim.Adam(model.parameters())}
-        return nb.fit(ctx, config, model_of(), samples(64), None, optimizer=adam, step=step)
-
-    with pytest.raises(TuningError, match=r"rates of its own, from 0\.001 to 0\.001"):
-        nb.find_learning_rate(several, configuration(tmp_path), steps=30)
     with pytest.raises(TuningError, match="at least 30 steps"):
         nb.find_learning_rate(train, configuration(tmp_path), steps=3)
 

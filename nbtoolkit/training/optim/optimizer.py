@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -356,31 +356,43 @@ def make_user_optimizer(
 
     if given is None or (isinstance(given, type) and issubclass(given, Optimizer)):
         return make_optimizer(config, model, given, loss)
-    optimizer = resolve_optimizer(model, given, "optimizer=", loss)
+    optimizer = resolve_optimizer(model, given, loss)
     if config.optim.param_groups:
         raise FitError(
             "optim.param_groups is set, and optimizer= is an optimizer with groups of its own",
             allowed="optim.param_groups with optim.name, or with a class as optimizer=",
             do="remove optim.param_groups, or pass the class (optimizer=torch.optim.AdamW)",
         )
-    check_all_held(model, [optimizer])
+    check_all_held(model, optimizer)
     add_parameters(optimizer, model, loss)
     return optimizer
 
 
-def check_all_held(
-    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], loss: nn.Module | None = None
-) -> None:
-    """Refuse trainable parameters of ``model`` and ``loss`` that no optimizer has.
+def refuse_several(given: object) -> None:
+    """Refuse several optimizers, before anything of the training is made.
+
+    Raises:
+        FitError: names the page with a loop for them.
+    """
+    if isinstance(given, (Mapping, list, tuple)):
+        raise FitError(
+            f"optimizer= is a {type(given).__name__} of {len(given)}, and fit trains a model with "
+            "one optimizer",
+            allowed=_ALLOWED_OPTIMIZER,
+            do="pass one; to train a GAN or another training with several, write a loop of your "
+            "own with ctx.prepare, as docs/own-loop/several-models.md does",
+        )
+
+
+def check_all_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse trainable parameters of ``model`` that the optimizer does not have.
 
     Raises:
         FitError: names them.
     """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    held = {one for group in groups for one in group["params"]}
-    of_model = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-    trained = [*of_model, *loss_parameters(model, loss).items()]
-    if missing := [name for name, one in trained if one not in held]:
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    trained = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    if missing := [name for name, value in trained if value not in held]:
         raise FitError(
             f"optimizer= holds not all trainable parameters of the model: {some_names(missing)} "
             "would never change",
@@ -390,14 +402,13 @@ def check_all_held(
 
 
 def resolve_optimizer(
-    model: nn.Module, given: object, place: str, loss: nn.Module | None = None
+    model: nn.Module, given: object, loss: nn.Module | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer of an object or a function, its state on the model's device.
 
     Args:
         model: as it is trained.
         given: the optimizer, or a function ``model`` -> optimizer.
-        place: the argument, for messages.
         loss: with trainable parameters of its own, which the optimizer may have.
 
     Raises:
@@ -412,18 +423,18 @@ def resolve_optimizer(
         what = "is" if made is given else "is a function that returns"
         kind = f"the class {made.__name__}" if isinstance(made, type) else type(made).__name__
         raise FitError(
-            f"{place} {what} no optimizer but {kind}",
+            f"optimizer= {what} no optimizer but {kind}",
             allowed=_ALLOWED_OPTIMIZER,
             do="pass optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)",
         )
-    refuse_closure(type(made), f"{place}: ", type(made).__name__)
+    refuse_closure(type(made), "optimizer=: ", type(made).__name__)
     modules = [model] if loss is None else [model, loss]
     known = {one for module in modules for one in module.parameters()}
     held = [one for group in made.param_groups for one in group["params"]]
     if strange := [one for one in held if one not in known]:
         shapes = some_names([str(tuple(one.shape)) for one in strange])
         raise FitError(
-            f"{place} was made before the model was moved or replaced: {len(strange)} of its "
+            f"optimizer= was made before the model was moved or replaced: {len(strange)} of its "
             f"{len(held)} parameters are not the model's (their shapes: {shapes})",
             allowed="an optimizer over the parameters of the model that fit trains",
             do="make it after the model, or pass a function: optimizer=lambda model: ...",

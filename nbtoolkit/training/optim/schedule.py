@@ -297,19 +297,13 @@ class UserSchedule(Schedule):
         given: ``schedule=`` of ``fit``, or None.
         total: optimizer steps of the whole run.
         peak: the optimizer's rate before the schedule; None: its own.
-        place: the argument, for messages.
     """
 
     def __init__(
-        self,
-        given: GivenSchedule | None,
-        *,
-        total: int,
-        peak: float | None = None,
-        place: str = "schedule=",
+        self, given: GivenSchedule | None, *, total: int, peak: float | None = None
     ) -> None:
         self.total = total
-        self._given, self._peak, self._place = given, peak, place
+        self._given, self._peak = given, peak
         self._scheduler: LRScheduler | None = None
         self._plateau: ReduceLROnPlateau | None = None
         self._factor: Callable[[int], float] | None = None
@@ -335,7 +329,7 @@ class UserSchedule(Schedule):
             return
         if made.optimizer is not optimizer:
             raise FitError(
-                f"{self._place} is a {type(made).__name__} of another optimizer than the one that "
+                f"schedule= is a {type(made).__name__} of another optimizer than the one that "
                 "fit steps",
                 allowed=_ALLOWED_SCHEDULE,
                 do="pass its optimizer, too, or a function: schedule=lambda optimizer: ...",
@@ -343,7 +337,7 @@ class UserSchedule(Schedule):
         bases = getattr(made, "base_lrs", self._base)
         if len(bases) < len(self._base):
             raise FitError(
-                f"{self._place} is a {type(made).__name__} for {len(bases)} groups of parameters, "
+                f"schedule= is a {type(made).__name__} for {len(bases)} groups of parameters, "
                 f"and its optimizer has {len(self._base)}: the loss has parameters, too",
                 allowed="a schedule that is made when its optimizer has all its groups",
                 do="give the optimizer the parameters of the loss, or pass a function: "
@@ -352,7 +346,7 @@ class UserSchedule(Schedule):
         length = getattr(made, "total_steps", None)  # of OneCycleLR, which raises after them
         if isinstance(length, int) and length < self.total:
             raise FitError(
-                f"{self._place} is a {type(made).__name__} of {length} steps, and the run has "
+                f"schedule= is a {type(made).__name__} of {length} steps, and the run has "
                 f"{self.total}",
                 allowed="a schedule over all optimizer steps of the run",
                 do=f"make it with total_steps={self.total}: a function (optimizer, steps) gets it",
@@ -422,7 +416,7 @@ class UserSchedule(Schedule):
 
     def _refusal(self, what: str) -> FitError:
         return FitError(
-            f"{self._place} {what}",
+            f"schedule= {what}",
             allowed=_ALLOWED_SCHEDULE,
             do="pass schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)",
         )

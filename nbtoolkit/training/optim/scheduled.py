@@ -62,7 +62,6 @@ class ScheduledOptimizer:
     """An optimizer with its learning-rate schedule and its loss scale.
 
     Attributes:
-        name: by which ``fit`` was given it, or ``optimizer``.
         optimizer: over :attr:`parameters`.
         schedule: the learning rate of every step.
         parameters: those that it trains.
@@ -74,7 +73,6 @@ class ScheduledOptimizer:
 
     def __init__(
         self,
-        name: str,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
         ctx: RunContext,
@@ -82,7 +80,7 @@ class ScheduledOptimizer:
         strategy: Strategy,
         named: Mapping[nn.Parameter, str],
     ) -> None:
-        self.name, self.optimizer, self.schedule = name, optimizer, schedule
+        self.optimizer, self.schedule = optimizer, schedule
         self.parameters = [one for group in optimizer.param_groups for one in group["params"]]
         self._names = [named[parameter] for parameter in self.parameters]
         self.scaler = grad_scaler(ctx, config)
