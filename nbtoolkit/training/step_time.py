@@ -14,10 +14,9 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from nbtoolkit.errors import RunStopped
-from nbtoolkit.text_table import text_columns
 from nbtoolkit.training.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -33,7 +32,9 @@ T = TypeVar("T")
 STRAGGLER = 1.1
 """A rank whose own work takes this many times the median's is reported."""
 
-_JUDGED_SECONDS = 5.0  # time over which the work of the ranks is compared
+# Time over which the work of the ranks is compared. In a shorter time, and most of all in the first
+# steps, what a rank loads, compiles or shares with other processes once would count.
+JUDGED_SECONDS = 60.0
 _ALWAYS_SAMPLED = 10  # DDP records each of the first ten steps
 _SAMPLE_RATE, _CPU_SAMPLE_RATE = 100, 10  # then every hundredth (torch's default), or tenth
 
@@ -106,7 +107,7 @@ class StepClock:
         self._logged = _sums(self._logged, times)
         if self._judges:
             self._judged = _sums(self._judged, times)
-            if self._judged[0].wall >= _JUDGED_SECONDS:
+            if self._judged[0].wall >= JUDGED_SECONDS:
                 self._judge(self._judged)
                 self._judged = [RankTime(0.0, 0.0, 0.0)] * len(times)
 
@@ -194,8 +195,7 @@ def _sums(one: Sequence[RankTime], other: Sequence[RankTime]) -> list[RankTime]:
 # Optimizer steps that pass first, that warm the profiler up, and that are recorded.
 WAIT, WARM_UP, ACTIVE = 5, 2, 5
 
-_ROWS = 10
-_OUTSIDE = "(outside of operators)"
+_ROWS, _NAME_WIDTH = 10, 40
 
 
 class StepProfiler(Callback):
@@ -282,8 +282,11 @@ class StepProfiler(Callback):
         trace.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(hidden))
         os.replace(hidden, trace)
-        table = operator_table(profile.key_averages(), device=self._ctx.device.type)
-        self._ctx.print(f"{table}\nprofile: {trace} (open it in https://ui.perfetto.dev)")
+        device = "cuda" if self._ctx.device.type == "cuda" else "cpu"
+        table = profile.key_averages().table(
+            sort_by=f"self_{device}_time_total", row_limit=_ROWS, max_name_column_width=_NAME_WIDTH
+        )
+        self._ctx.print(f"{table}profile: {trace} (open it in https://ui.perfetto.dev)")
 
 
 def split_steps(steps: int) -> tuple[int, int, int]:
@@ -291,31 +294,3 @@ def split_steps(steps: int) -> tuple[int, int, int]:
     active = min(ACTIVE, max(1, steps // 2))
     warm_up = min(WARM_UP, steps - active)
     return min(WAIT, steps - active - warm_up), warm_up, active
-
-
-def operator_table(events: Iterable[Any], device: str) -> str:
-    """The operators with the most time of their own, without that of operators they call.
-
-    Args:
-        events: from ``torch.profiler.profile.key_averages()``.
-        device: ``"cuda"`` sorts by the time on the device, ``"cpu"`` by that on the CPU.
-    """
-    found: dict[str, tuple[float, int]] = {}
-    steps = 1
-    for event in events:
-        # torch lists a GPU's kernels, too, whose time is that of the operators that started them.
-        if event.device_type.name != "CPU":
-            continue
-        is_step = event.key.startswith("ProfilerStep")
-        steps = event.count if is_step else steps
-        seconds = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
-        if seconds > 0 and not (is_step and device == "cuda"):
-            found[_OUTSIDE if is_step else event.key] = (seconds, event.count)
-    total = sum(seconds for seconds, _ in found.values()) or 1.0
-    largest = sorted(found.items(), key=lambda item: item[1], reverse=True)[:_ROWS]
-    rows = [
-        [name[:48], f"{count / steps:.4g}", f"{micros / steps / 1e3:.3f}", f"{micros / total:.0%}"]
-        for name, (micros, count) in largest
-    ]
-    where = "GPU" if device == "cuda" else "CPU"
-    return text_columns(["operator", "calls a step", f"{where} ms a step", "share"], rows)

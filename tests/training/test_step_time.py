@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 import nbtoolkit as nb
 from nbtoolkit.run.events import EventReader, MetricsLogged, NoteAdded
+from nbtoolkit.training import step_time
 from nbtoolkit.training.step_time import StepClock
 
 SETTINGS: dict[str, Any] = {
@@ -57,6 +58,7 @@ class Model(nn.Module):
 
 
 def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+    step_time.JUDGED_SECONDS = config.model.get("judged", step_time.JUDGED_SECONDS)
     slow = ctx.rank == config.model["slow_rank"]
     data = Slow(config.model.get("sample", 0.0) if slow else 0.0)
     model = Model(config.model.get("forward", 0.0) if slow else 0.0, config.model.get("norm", 0))
@@ -95,6 +97,7 @@ def test_a_slow_loader_takes_most_of_the_time(tmp_path: Path) -> None:
 def test_the_slow_rank_is_named_once(tmp_path: Path, slow: int, norm: int, kind: str) -> None:
     seconds = {"sample": 0.002, "forward": 0.02}[kind]
     settings = {"model.slow_rank": slow, f"model.{kind}": seconds, "model.norm": norm}
+    settings["model.judged"] = 5.0
     result = launched(tmp_path, 2, **settings, **{"train.max_steps": 330})
     (text,) = warnings(result)
     assert text.startswith(f"rank {slow} is the straggler")
@@ -103,6 +106,12 @@ def test_the_slow_rank_is_named_once(tmp_path: Path, slow: int, norm: int, kind:
     assert sum(shares.values()) == pytest.approx(1.0)
     # One of two ranks works for most of the time, while the other waits.
     assert 0.3 < shares["communication"] < 0.6
+
+
+@pytest.mark.long
+def test_no_rank_is_named_in_the_first_minute(tmp_path: Path) -> None:
+    settings = {"model.slow_rank": 1, "model.forward": 0.02, "train.max_steps": 330}
+    assert not warnings(launched(tmp_path, 2, **settings))
 
 
 def test_the_ranks_wait_for_none_if_all_are_alike(tmp_path: Path) -> None:
