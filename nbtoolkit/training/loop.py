@@ -107,14 +107,14 @@ def fit(
             int64. From a ``DataLoader``, ``fit`` takes the data set, ``collate_fn``,
             ``num_workers``, the sampler and ``drop_last``.
         valid_data: the validation set, in any of these forms; None: no validation.
-        loss: a function ``loss(outputs, targets)``. It returns the mean or the sum over the samples
-            of the batch, a weighted mean (torch's ``cross_entropy`` or ``nll_loss`` with ``weight``
+        loss: a function ``loss(outputs, targets)``. It returns the mean over the samples of the
+            batch, a weighted mean (torch's ``cross_entropy`` or ``nll_loss`` with ``weight``
             or ``ignore_index``), a tensor of shape (n, ...) with one loss per sample, or a pair
             ``(total, weight)``: the sum of the weighted losses, and the sum of the weights. On one
-            rank without gradient accumulation, the loss is what it returns. Else ``fit`` detects
-            in the first batch which of these it is. The gradients and reported losses are then the
-            same as if one device computed the loss of the whole batch. For a loss that
-            compares the samples of a batch, :func:`nbtoolkit.tasks.contrastive.metric_loss` gives
+            rank without gradient accumulation, the loss is what it returns. Else ``fit`` checks
+            with the first batch that it is one of these. The gradients and reported losses are then
+            the same as if one device computed the loss of the whole batch. For a loss that compares
+            the samples of a batch, :func:`nbtoolkit.tasks.contrastive.metric_loss` gives
             it the samples of all ranks. If ``train.loss_reduction`` is ``batch``, any other loss is
             allowed.
         metrics: a list of metrics, or a dict whose keys are their names. A metric is

@@ -27,7 +27,7 @@ Labels: TypeAlias = "Tensor | NDArray[np.generic]"
 
 
 ALLOWED = (
-    "a mean or a sum over the batch's samples, F.cross_entropy with weight and ignore_index, a "
+    "a mean over the batch's samples, F.cross_entropy with weight and ignore_index, a "
     "tensor with one loss for each sample, or a pair (total, weight) of two sums"
 )
 

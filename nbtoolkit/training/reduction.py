@@ -1,8 +1,9 @@
-"""Find out what a loss averages over, and combine the losses of the parts of a step.
+"""Give each loss one form: the mean over a micro-batch, and the weight of this mean in its step.
 
-An optimizer step takes its samples in micro-batches, on each rank and each accumulation step. Those
-of a mean over samples are weighted by their samples. A mean over weights (class weights,
-``ignore_index``, a mask) needs the sum of the weights of each micro-batch; a sum needs nothing.
+An optimizer step takes its samples in micro-batches, on each rank and each accumulation step. Its
+loss is the sum of ``mean * weight`` of the micro-batches over the sum of their weights. A weight is
+the number of samples, or for a mean over weights (class weights, ``ignore_index``, a mask) the sum
+of the weights, which is on the device.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.losses import ALLOWED, BatchLoss, not_a_loss, training_pass
@@ -36,25 +36,6 @@ _OTHER_TERMS = (
 )
 
 
-class Reduction(IntEnum):
-    """What a loss does with the losses of its samples; of two ranks' findings the larger counts."""
-
-    UNKNOWN = 0
-    """Not looked at yet; or a step has one part, whose loss is that of the step."""
-    MEAN = 1
-    """The mean over the samples."""
-    BATCH = 2
-    """Not made of samples, as ``train.loss_reduction: batch`` or the loss says: as a mean."""
-    SUM = 3
-    """The sum over the samples."""
-    WEIGHTED = 4
-    """The mean over weights."""
-    MIXED = 5
-    """The mean over the targets that count, and other terms: over samples if all targets count."""
-    OTHER = 6
-    """Something else: it cannot be computed in parts."""
-
-
 class Computed(NamedTuple):
     """The results of a forward pass and its loss."""
 
@@ -66,24 +47,12 @@ class Computed(NamedTuple):
     """Of torch's class losses, if they were recorded."""
 
 
-class Finding(NamedTuple):
-    """What one rank found out about the loss; sent to the others."""
-
-    reduction: Reduction
-    records: bool = False
-    """Whether training passes must record the calls of torch's class losses."""
-    in_forward: bool = False
-    """Whether the model's forward pass makes such calls."""
-    why: str = ""
-    """For :attr:`Reduction.OTHER`."""
-
-
 class ReducedLoss:
-    """A user's loss, and how the losses of micro-batches are combined.
+    """A user's loss, in the form of a mean and its weight.
 
-    If a step has one part, its loss is what the user's function returns: nothing is recorded or
-    refused. Else the first batch decides. It does so by the calls of torch's class losses, where
-    there are some: the first batch need not have an ignored target.
+    If a step has one part, its loss is what the user's function returns: nothing is recorded. Else
+    the first batch of this process says what to record. It does so by the calls of torch's class
+    losses, not by values: the first batch need not have an ignored target.
 
     Args:
         loss: ``loss(outputs, targets)``.
@@ -91,43 +60,49 @@ class ReducedLoss:
         divided: whether optimizer steps have several parts.
 
     Attributes:
-        reduction: as found on the first batch; until then :attr:`Reduction.UNKNOWN`.
+        whole_batches: whether the loss need not follow from those of the parts, as
+            ``train.loss_reduction: batch`` or the loss says.
         records: whether training passes must record the calls of torch's class losses.
         in_forward: whether the model's forward pass makes such calls; None: not known yet.
+        all_must_count: whether the loss has such a call and other terms: a mean over the samples if
+            no target is ignored, else nothing that parts could give.
     """
 
     def __init__(self, loss: Loss, *, whole_batches: bool, divided: bool) -> None:
         self._loss, self._divided = loss, divided
-        self.reduction = Reduction.BATCH if whole_batches else Reduction.UNKNOWN
+        self.whole_batches, self.all_must_count = whole_batches, False
         self.records = divided and not whole_batches
         self.in_forward: bool | None = False if whole_batches else None
 
-    def state(self) -> dict[str, Any]:
-        """What a resumed run needs to go on in the same way."""
-        return {
-            "reduction": int(self.reduction),
-            "records": self.records,
-            "in_forward": self.in_forward,
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a :meth:`state`; in that run, steps may have had one part."""
-        reduction = Reduction(state["reduction"])
-        if reduction is not Reduction.UNKNOWN:
-            self.reduction = reduction
-            self.records, self.in_forward = state["records"], state["in_forward"]
-
     def reduce(self, computed: Computed, samples: int) -> BatchLoss:
-        """The mean loss of a micro-batch of ``samples`` (at least 1), and its weight.
+        """Return the mean loss of a micro-batch of ``samples`` (at least 1), and its weight.
 
         Raises:
             FitError: the loss did not return a scalar tensor, one of shape (samples, ...), or a
                 pair (total, weight) of scalars.
         """
-        return _reduce(self.reduction, computed, samples)
+        import torch
 
-    def detect(self, computed: Computed, samples: int, ranks: int, known: Labels | None) -> None:
-        """Set the attributes on the first batch; called by all ranks, each with its own batch.
+        returned, calls = computed.returned, computed.calls
+        if pair := _pair(returned):
+            total, weight = pair
+            return BatchLoss(total / torch.where(weight == 0, 1, weight), weight)
+        if not isinstance(returned, torch.Tensor):
+            raise not_a_loss(f"a {type(returned).__name__}")
+        if returned.ndim:
+            if returned.shape[0] != samples:
+                raise not_a_loss(f"a tensor of shape {tuple(returned.shape)} for {samples} samples")
+            return BatchLoss(returned.mean(), float(samples))
+        if not calls:
+            return BatchLoss(returned, float(samples))
+        if self.all_must_count:
+            return BatchLoss(returned, samples * torch.stack([call.share for call in calls]).amin())
+        return BatchLoss(returned, calls[0].weight)
+
+    def check(self, computed: Computed, samples: int, ranks: int, known: Labels | None) -> None:
+        """Set the attributes on the first batch, and refuse a loss that has not this form.
+
+        Called by all ranks, each with its own batch.
 
         Args:
             computed: the batch.
@@ -136,24 +111,20 @@ class ReducedLoss:
             known: all targets of the training set; None: not known.
 
         Raises:
-            FitError: a step has several parts, and the loss cannot be computed in parts.
+            FitError: the loss is a sum over the samples; or a step has several parts, and the loss
+                cannot be computed in parts.
         """
-        if self.reduction is not Reduction.UNKNOWN:
+        self.whole_batches |= training_pass.whole_batch
+        if self.whole_batches:
+            self.records = False
             return
-        if training_pass.whole_batch:
-            self.reduction, self.records = Reduction.BATCH, False
-            return
-        if not self._divided:
-            if self._compare(Reduction.MEAN, computed, samples).reduction is Reduction.SUM:
-                self.reduction = Reduction.SUM  # is reported as a mean over the samples
-            return
-        findings = gather_on_all(self._judge(computed, samples, known), ranks)
-        strongest = max(findings)
-        if strongest.reduction is Reduction.OTHER:
-            raise _not_in_parts(strongest.why)
-        self.reduction = strongest.reduction
-        self.records = any(finding.records for finding in findings)
-        self.in_forward = any(finding.in_forward for finding in findings)
+        if self._divided:
+            self.records = _divides_by_weights(computed, known)
+            mixed = self.records and _has_other_terms(computed)
+            # Two sets of targets may be equal in the batch of one rank only.
+            self.all_must_count = any(gather_on_all(mixed, ranks))
+        if samples:
+            self._compare(computed, samples)
 
     def check_all_count(self, weight: float, samples: int) -> None:
         """Refuse ignored targets in a loss that has other terms, too.
@@ -165,47 +136,42 @@ class ReducedLoss:
         Raises:
             FitError: there were some.
         """
-        if self.reduction is Reduction.MIXED and weight < samples * (1 - 1e-9):
+        if self.all_must_count and weight < samples * (1 - 1e-9):
             raise _not_in_parts(_OTHER_TERMS)
 
-    def _judge(self, computed: Computed, samples: int, known: Labels | None) -> Finding:
-        likely = _kind_of(computed, known)
-        if likely is Reduction.OTHER:
-            return Finding(likely, why=_OTHER_TERMS)
-        finding = self._compare(likely, computed, samples)
-        records = bool(computed.calls) and likely is not Reduction.MEAN
-        return finding._replace(records=records, in_forward=bool(self.in_forward))
+    def _compare(self, computed: Computed, samples: int) -> None:
+        """Compare the loss of a batch with the losses of its parts.
 
-    def _compare(self, likely: Reduction, computed: Computed, samples: int) -> Finding:
-        """Compare the loss of a batch with the losses of its parts: a sum shows, or a fault."""
-        if samples == 0:
-            return Finding(likely)
-        whole, records = _reduce(likely, computed, samples), bool(computed.calls)
+        Raises:
+            FitError: it does not follow from them.
+        """
+        if not self.records:
+            computed = computed._replace(calls=())
+        whole = self.reduce(computed, samples)
         if not math.isfinite(float(whole.mean.detach())):
-            return Finding(likely)
+            return
         batch = computed.outputs, computed.targets
         try:
             if samples == 1:  # a sum shows in two copies of the sample
                 batch, samples = _two_copies(batch), 2
-                whole = self._of_rows(likely, batch, 0, 2, 2, records=records)
-            for cut in dict.fromkeys((max(1, samples // 3), 1)):
-                parts = [
-                    self._of_rows(likely, batch, low, high, samples, records=records)
-                    for low, high in ((0, cut), (cut, samples))
-                ]
-                finding = _finding(likely, whole, parts, f"for {cut} and {samples - cut} of them")
-                if finding.reduction is not likely:
-                    return finding
+                whole = self._of_rows(batch, 0, 2, 2)
+            cuts = dict.fromkeys((max(1, samples // 3), 1))
+            parts = {cut: self._of_parts(batch, cut, samples) for cut in cuts}
         except NotRows:
-            pass
+            return
         except Exception as error:
+            if not self._divided:
+                return
             why = f"for {samples} samples it returns a value, for a part of them it raises "
-            return Finding(Reduction.OTHER, why=f"{why}{type(error).__name__}: {error}")
-        return Finding(likely)
+            raise _not_in_parts(f"{why}{type(error).__name__}: {error}") from error
+        for cut, losses in parts.items():
+            self._check_parts(whole, losses, f"for {cut} and {samples - cut} of them")
 
-    def _of_rows(
-        self, likely: Reduction, batch: Batch, low: int, high: int, samples: int, *, records: bool
-    ) -> BatchLoss:
+    def _of_parts(self, batch: Batch, cut: int, samples: int) -> list[BatchLoss]:
+        """The losses of the samples before and after ``cut``."""
+        return [self._of_rows(batch, 0, cut, samples), self._of_rows(batch, cut, samples, samples)]
+
+    def _of_rows(self, batch: Batch, low: int, high: int, samples: int) -> BatchLoss:
         """The loss of the samples [low, high) of a batch."""
         import torch
         from accelerate.utils import find_device
@@ -216,9 +182,32 @@ class ReducedLoss:
         device = find_device(outputs)  # the GPU whose random generator the loss may advance
         gpus = [device.index] if device is not None and device.type == "cuda" else []
         weights = WeightSums()
-        with torch.no_grad(), torch.random.fork_rng(gpus), weights if records else nullcontext():
+        recording = weights if self.records else nullcontext()
+        with torch.no_grad(), torch.random.fork_rng(gpus), recording:
             returned = self._loss(outputs, targets)
-        return _reduce(likely, Computed(outputs, targets, returned, weights.calls), high - low)
+        return self.reduce(Computed(outputs, targets, returned, weights.calls), high - low)
+
+    def _check_parts(self, whole: BatchLoss, parts: Sequence[BatchLoss], where: str) -> None:
+        """Refuse a sum, and in a step of several parts a loss that is not the mean of theirs."""
+        import torch
+
+        value, weight = float(whole.mean.detach()), float(whole.weight)
+        means, weights = (
+            [float(part.mean) for part in parts],
+            [float(part.weight) for part in parts],
+        )
+        totals = [mean * count for mean, count in zip(means, weights, strict=True)]
+        half = whole.mean.dtype in (torch.float16, torch.bfloat16)
+        tolerance = _TOLERANCE_OF_HALVES if half else _TOLERANCE
+        if _adds_up(value * weight, totals, tolerance):
+            return
+        if _adds_up(value, means, tolerance):
+            raise _is_sum(value, where, means)
+        if self._divided:
+            average = sum(totals) / (sum(weights) or 1)
+            raise _not_in_parts(
+                f"for the whole batch it is {value:.6g}, {where} {average:.6g} on average"
+            )
 
 
 class StepWeights:
@@ -283,71 +272,49 @@ class StepWeights:
         return factor
 
 
-def _reduce(reduction: Reduction, computed: Computed, samples: int) -> BatchLoss:
-    """See :meth:`ReducedLoss.reduce`."""
+def _pair(returned: object) -> tuple[Tensor, Tensor] | None:
+    """The sums of a pair (total, weight) of scalars; None: it is none."""
     import torch
 
-    returned, calls = computed.returned, computed.calls
-    if isinstance(returned, tuple) and len(returned) == 2:
-        total, count = returned
-        is_scalar = isinstance(count, (int, float)) or getattr(count, "ndim", 1) == 0
-        if getattr(total, "ndim", 1) == 0 and is_scalar:
-            weight = torch.as_tensor(count, device=total.device).detach().to(total.dtype)
-            return BatchLoss(total / torch.where(weight == 0, 1, weight), weight)
-    if not isinstance(returned, torch.Tensor):
-        raise not_a_loss(f"a {type(returned).__name__}")
-    if returned.ndim:
-        if returned.shape[0] != samples:
-            raise not_a_loss(f"a tensor of shape {tuple(returned.shape)} for {samples} samples")
-        return BatchLoss(returned.mean(), float(samples))
-    if reduction is Reduction.SUM:
-        return BatchLoss(returned / samples, float(samples))
-    if not calls:
-        return BatchLoss(returned, float(samples))
-    if reduction is Reduction.MIXED:
-        return BatchLoss(returned, samples * torch.stack([call.share for call in calls]).amin())
-    return BatchLoss(returned, calls[0].weight)
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        return None
+    total, count = returned
+    is_scalar = isinstance(count, (int, float)) or getattr(count, "ndim", 1) == 0
+    if getattr(total, "ndim", 1) or not is_scalar:
+        return None
+    return total, torch.as_tensor(count, device=total.device).detach().to(total.dtype)
 
 
-def _finding(
-    likely: Reduction, whole: BatchLoss, parts: Sequence[BatchLoss], where: str
-) -> Finding:
-    """Whether the losses of the parts give that of the whole, as a ``likely`` loss or as a sum."""
+def _divides_by_weights(computed: Computed, known: Labels | None) -> bool:
+    """Whether a loss divides by weights that only the calls of torch's class losses tell.
+
+    Args:
+        computed: a batch.
+        known: all targets of the training set; None: not known.
+    """
     import torch
-
-    value, weight = float(whole.mean.detach()), float(whole.weight)
-    means, weights = [float(part.mean) for part in parts], [float(part.weight) for part in parts]
-    totals = [mean * count for mean, count in zip(means, weights, strict=True)]
-    half = whole.mean.dtype in (torch.float16, torch.bfloat16)
-    tolerance = _TOLERANCE_OF_HALVES if half else _TOLERANCE
-    if _adds_up(value * weight, totals, tolerance):
-        return Finding(likely)
-    if likely is Reduction.MEAN and _adds_up(value, means, tolerance):
-        return Finding(Reduction.SUM)
-    average = sum(totals) / (sum(weights) or 1)
-    return Finding(
-        Reduction.OTHER,
-        why=f"for the whole batch it is {value:.6g}, {where} {average:.6g} on average",
-    )
-
-
-def _kind_of(computed: Computed, known: Labels | None) -> Reduction:
-    """What a loss is by its form, and by the calls that it is made of; never a sum."""
-    import torch
-
-    from nbtoolkit.training.loss_weights import depends_otherwise
 
     calls, returned = computed.calls, computed.returned
-    if isinstance(returned, tuple):
-        return Reduction.WEIGHTED
-    if not calls or (isinstance(returned, torch.Tensor) and returned.ndim):
-        return Reduction.MEAN
-    if all(call.counts_all(computed.targets, known) for call in calls):
-        return Reduction.MEAN
+    if not calls or not isinstance(returned, torch.Tensor) or returned.ndim:
+        return False
+    return not all(call.counts_all(computed.targets, known) for call in calls)
+
+
+def _has_other_terms(computed: Computed) -> bool:
+    """Whether a loss is more than calls of torch's class losses that divide by the same weights.
+
+    Raises:
+        FitError: it is, and the weights are not those of samples.
+    """
+    from nbtoolkit.training.loss_weights import depends_otherwise
+
+    calls = computed.calls
     divide_equally = all(call.divides_as(calls[0]) for call in calls[1:])
-    if divide_equally and not depends_otherwise(cast("Tensor", returned), calls):
-        return Reduction.WEIGHTED
-    return Reduction.MIXED if all(call.plain for call in calls) else Reduction.OTHER
+    if divide_equally and not depends_otherwise(cast("Tensor", computed.returned), calls):
+        return False
+    if not all(call.plain for call in calls):
+        raise _not_in_parts(_OTHER_TERMS)
+    return True
 
 
 def _two_copies(batch: Batch) -> Batch:
@@ -360,6 +327,17 @@ def _two_copies(batch: Batch) -> Batch:
 
 def _adds_up(whole: float, parts: list[float], tolerance: float) -> bool:
     return abs(whole - sum(parts)) <= tolerance * max(map(abs, [whole, *parts]))
+
+
+def _is_sum(value: float, where: str, means: list[float]) -> FitError:
+    parts = " + ".join(f"{mean:.6g}" for mean in means)
+    return FitError(
+        "the loss is a sum over the samples, so a step would grow with the batch: for the whole "
+        f"batch it is {value:.6g}, {where} {parts}",
+        allowed=ALLOWED,
+        do='return the mean: reduction="mean", or loss / len(targets); a rate that was chosen for '
+        "the sum is to be multiplied by the samples of a step",
+    )
 
 
 def _not_in_parts(why: str) -> FitError:

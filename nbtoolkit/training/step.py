@@ -26,7 +26,7 @@ from nbtoolkit.training.optim.loss_parameters import loss_parameters, trained_lo
 from nbtoolkit.training.optim.optimizer import GivenOptimizer, make_user_optimizer
 from nbtoolkit.training.optim.schedule import GivenSchedule, Schedule, make_user_schedule
 from nbtoolkit.training.optim.scheduled import ScheduledOptimizer
-from nbtoolkit.training.reduction import Computed, ReducedLoss, Reduction, StepWeights
+from nbtoolkit.training.reduction import Computed, ReducedLoss, StepWeights
 from nbtoolkit.training.shapes import check_shapes
 from nbtoolkit.training.strategy import (
     Strategy,
@@ -262,7 +262,6 @@ class TrainStep:
         state = {
             "model": self.module.state_dict(),
             "step": self.steps_done,
-            "loss": self.reduced_loss.state(),
             **self.scheduled.state(),
         }
         if self.loss_module is not None:
@@ -275,7 +274,7 @@ class TrainStep:
         Raises:
             CheckpointError: it is another model's, or not of :meth:`state`.
         """
-        needed = {"step", "loss", *self.scheduled.state()}
+        needed = {"step", *self.scheduled.state()}
         if self.loss_module is not None:
             needed.add("loss_parameters")
         if missing := (needed if self.averages is None else needed | {"averages"}) - state.keys():
@@ -292,7 +291,6 @@ class TrainStep:
         if self.averages is not None:
             self.averages.restore(state["averages"], source=source)
         self.steps_done = state["step"]
-        self.reduced_loss.restore(state["loss"])
 
     def observe(self, value: float, better: bool) -> None:
         """Report an epoch's monitored value to the schedule."""
@@ -314,38 +312,32 @@ class TrainStep:
 
     def _pass(self, batch: Batch, micro_batch: MicroBatch) -> BatchLoss:
         """Forward and backward; under DDP the gradients are then the mean over the ranks."""
-        loss, scaled = self._loss(self.model, batch, micro_batch)
-        if micro_batch.last and self.reduced_loss.reduction is Reduction.WEIGHTED:
+        loss = self._loss(batch, micro_batch)
+        weighted, weight = self._weighted(loss, micro_batch)
+        if micro_batch.last and self._divides_by_weights(loss):
             self._weights.begin_sum()  # the ranks exchange them during the backward pass
-        scaled.backward()
-        return loss
+        self.scheduled.scaler.scale(weighted).backward()
+        return BatchLoss(loss.mean.detach(), weight)
 
-    def _loss(
-        self, model: Callable[..., Any], batch: Batch, micro_batch: MicroBatch
-    ) -> tuple[BatchLoss, Tensor]:
-        """The loss of a micro-batch, detached, and what its backward pass begins with."""
-        reduced_loss, samples = self.reduced_loss, micro_batch.rows
-        computed = self._compute(model, batch, records=reduced_loss.records)
+    def _loss(self, batch: Batch, micro_batch: MicroBatch) -> BatchLoss:
+        """The loss of a micro-batch; checked, if it is the first one."""
+        reduced_loss = self.reduced_loss
+        computed = self._compute(self.model, batch, records=reduced_loss.records)
         if self._first_pass:
-            if reduced_loss.reduction is not Reduction.BATCH:
+            if not reduced_loss.whole_batches:
                 check_shapes(computed.outputs, computed.targets, computed.returned)
             with self._autocast:
-                reduced_loss.detect(computed, micro_batch.samples, self._ranks, self._targets)
+                reduced_loss.check(computed, micro_batch.samples, self._ranks, self._targets)
             self._first_pass, self._targets = False, None
             if not reduced_loss.records:
                 computed = computed._replace(calls=())
-        loss = reduced_loss.reduce(computed, samples)
-        factor, weight = self._factor(loss, micro_batch)
-        weighted = loss.mean if factor == 1.0 else loss.mean * factor
-        scaled = self.scheduled.scaler.scale(weighted)
-        return BatchLoss(loss.mean.detach(), weight), scaled
+        return reduced_loss.reduce(computed, micro_batch.rows)
 
     def _evaluated(
         self, model: Callable[..., Any], batch: Batch, samples: int
     ) -> tuple[Batch, Batch, BatchLoss]:
         """See :meth:`evaluate`."""
-        records = self.reduced_loss.reduction is not Reduction.BATCH
-        computed = self._compute(model, batch, records=records)
+        computed = self._compute(model, batch, records=not self.reduced_loss.whole_batches)
         return computed.outputs, computed.targets, self.reduced_loss.reduce(computed, samples)
 
     def _compute(self, model: Callable[..., Any], batch: Batch, *, records: bool) -> Computed:
@@ -382,23 +374,22 @@ class TrainStep:
         """Before the very first loss: a label without a score ends a process with a GPU."""
         check_labels(outputs, targets if self._targets is None else self._targets, self.loss)
 
-    def _factor(
-        self, loss: BatchLoss, micro_batch: MicroBatch
-    ) -> tuple[Tensor | float, Tensor | float]:
-        """The factor of a pass in its step, and the weight of its loss in reports.
+    def _weighted(self, loss: BatchLoss, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | float]:
+        """What a backward pass begins with, and the weight of the loss in reports.
 
         If the loss is a mean over weights, :meth:`_optimize` divides by the weights of the step.
         """
-        reduction, samples = self.reduced_loss.reduction, micro_batch.samples
-        if reduction is Reduction.SUM:
-            return float(self._ranks * samples), loss.weight
-        if reduction is Reduction.MIXED:
-            return micro_batch.weight, loss.weight
+        samples, factor = micro_batch.samples, micro_batch.weight
         alone = micro_batch.last and self._ranks == 1 and not self._weights
-        if reduction is not Reduction.WEIGHTED or alone or not samples:
-            return micro_batch.weight, float(samples)
-        weight = self._weights.add(loss, samples)
-        return weight * (micro_batch.weight / samples), weight
+        if self._divides_by_weights(loss) and samples and not alone:
+            weight = self._weights.add(loss, samples)
+            return loss.mean * (weight * (factor / samples)), weight
+        mean = loss.mean if factor == 1.0 else loss.mean * factor
+        return mean, loss.weight if self.reduced_loss.all_must_count else float(samples)
+
+    def _divides_by_weights(self, loss: BatchLoss) -> bool:
+        """Whether the loss is a mean over weights; so are then those of all passes and ranks."""
+        return not isinstance(loss.weight, float) and not self.reduced_loss.all_must_count
 
     def _optimize(self, measure_norm: bool) -> None:
         """The optimizer's step, at the schedule's learning rate."""
@@ -406,10 +397,9 @@ class TrainStep:
             refuse_unused(self._named)
         if self._loss_parameters:
             average_gradients(self._loss_parameters, self._ranks)
-        if self.reduced_loss.reduction is Reduction.WEIGHTED:
-            factor = self._weights.factor()
-            if factor is not None:
-                scale_gradients(self._parameters, factor)
+        factor = self._weights.factor()
+        if factor is not None:
+            scale_gradients(self._parameters, factor)
         rate = None if self.averages is None else self.averages.rate(self.steps_done)
         self.scheduled.apply(self.steps_done, measure_norm=measure_norm, rate=rate)
         for parameter in self._parameters:  # what zero_grad does, in 0.3 instead of 6 us

@@ -307,31 +307,39 @@ def test_early_stopping_ends_when_nothing_gets_better(run: Run) -> None:
     assert run.fit(config=configured(overrides=overrides)) == result
 
 
+@pytest.mark.parametrize(
+    ("loss", "passes"),
+    [
+        (nn.functional.cross_entropy, 1),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 8.0, 0.5])), 2),
+    ],
+    ids=["mean", "weighted"],
+)
 def test_a_run_that_was_asked_to_end_leaves_in_the_middle_of_an_epoch(
-    run: Run, another: Run
+    run: Run, another: Run, loss: Any, passes: int
 ) -> None:
     """It resumes with the next sample and the same random numbers."""
     overrides = {"train.batch_size": 2, "train.epochs": 2, "checkpoint.every_steps": 1}
-    config = configured(overrides=overrides)
+    config = configured(overrides={**overrides, "train.gradient_accumulation_steps": passes})
     whole, halves, fresh = (model_of(nn.Dropout(0.5)) for _ in range(3))
-    expected = run.fit(whole, config=config)
+    expected = run.fit(whole, config=config, loss=loss)
 
     ctx, count = another.context(config), 0
 
     def forward(model: nn.Module, batch: Any) -> tuple[Any, Any]:
         nonlocal count
         count += 1
-        if count == 7:
+        if count == 7 * passes:
             another.record.request_stop("stopped", "the test")
         return model(batch[0]), batch[1]
 
     data = {"train_data": samples(37), "valid_data": samples(11, seed=1)}
     with pytest.raises(nb.RunStopped):
-        nb.fit(ctx, config, halves, **data, loss=nn.functional.cross_entropy, step=forward)
+        nb.fit(ctx, config, halves, **data, loss=loss, step=forward)
     progress = another.saved()["progress"]
     assert progress["epoch"] == 0
     assert 7 <= progress["taken"] < 19
-    assert another.fit(fresh, config=config) == expected
+    assert another.fit(fresh, config=config, loss=loss) == expected
     check_equal_weights(whole, fresh)
 
 

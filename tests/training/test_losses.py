@@ -25,7 +25,6 @@ SETTINGS = {
     "checkpoint": {"enabled": False, "weights": "last"},
     "tracking": {"mlflow": False},
 }
-RATES = {"sum": 0.02}
 CONSTANT = {"optim.schedule": "constant"}
 WEIGHTS = torch.tensor([1.0, 8.0, 0.5])
 Batch = dict[str, Tensor]
@@ -98,7 +97,6 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any
     ),
     "auxiliary": (scores("void"), twice, None),
     "inside": (inside, lambda loss, _: loss, None),
-    "sum": (scores("y"), nn.CrossEntropyLoss(reduction="sum"), None),
     "each": (
         scores("y"),
         nn.CrossEntropyLoss(weight=WEIGHTS, reduction="none"),
@@ -116,10 +114,9 @@ def model_of() -> nn.Module:
 def fitted(config: Config, ctx: RunContext) -> dict[str, tuple[dict[str, float], Tensor]]:
     found = {}
     for name, (step, loss, _) in CASES.items():
-        model, rate = model_of(), RATES.get(name, 0.5)
-        mine = config.with_overrides({"optim.lr": rate})
+        model = model_of()
         data = Rows(points(37)) if name in ("holes", "inside") else points(37)
-        values = nb.fit(ctx, mine, model, data, points(23, seed=1), loss=loss, step=step)
+        values = nb.fit(ctx, config, model, data, points(23, seed=1), loss=loss, step=step)
         found[name] = values, nn.utils.parameters_to_vector(model.parameters()).detach()
     return found
 
@@ -128,7 +125,7 @@ def in_plain_torch(name: str) -> tuple[float, Tensor]:
     """The validation loss and the weights of a loop over whole batches on one device."""
     step, loss, whole = CASES[name]
     loss, model, data, held_out = whole or loss, model_of(), points(37), points(23, seed=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATES.get(name, 0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     order = GlobalBatchSampler(size=37, batch=12, micro=12, seed=0)
     for epoch in (1, 2):
         for batch in order.permutation(epoch).split(12):
@@ -138,7 +135,7 @@ def in_plain_torch(name: str) -> tuple[float, Tensor]:
     with torch.no_grad():
         value = float(loss(*step(model, held_out)))
     weights = nn.utils.parameters_to_vector(model.parameters()).detach()
-    return value / 23 if name == "sum" else value, weights
+    return value, weights
 
 
 LONG = [pytest.param(pair, marks=pytest.mark.long) for pair in ((1, 1), (1, 3), (2, 1))]
@@ -244,6 +241,16 @@ def test_a_loss_that_its_parts_do_not_give_is_refused_before_the_first_step(
     asked = r"number of devices: .*" + why + r"[\s\S]*loss_reduction: batch"
     with pytest.raises(FitError, match=asked):
         fit_here(tmp_path, loss, target, **IN_PARTS)
+
+
+def summed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="sum")
+
+
+@pytest.mark.parametrize("overrides", [{}, IN_PARTS, {**IN_PARTS, "train.batch_size": 2}])
+def test_a_sum_over_the_samples_is_refused_with_the_mean(tmp_path: Any, overrides: Any) -> None:
+    with pytest.raises(FitError, match=r"is a sum over the samples[\s\S]*return the mean"):
+        fit_here(tmp_path, summed, **overrides)
 
 
 @pytest.mark.parametrize("loss", [dice, contrastive, regularised])
