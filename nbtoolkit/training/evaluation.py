@@ -23,7 +23,7 @@ from nbtoolkit.training.loading.loader import (
 )
 from nbtoolkit.training.loading.sampler import GlobalBatchSampler
 from nbtoolkit.training.metrics import Meter, Metric
-from nbtoolkit.training.model import broadcast_buffers, half_precision, type_fault
+from nbtoolkit.training.model import broadcast_buffers, half_precision
 from nbtoolkit.worker.collectives import Rows, gather_on_all, in_order
 
 if TYPE_CHECKING:
@@ -236,8 +236,6 @@ def predict(
                 outputs, _ = forward(module, batch)
                 rows.add(outputs, samples)
             except Exception as error:
-                if fault := type_fault(error, module, batch):
-                    raise fault from error
                 if step is not None and not _is_pair(batch):
                     add_note(error, _STEP_ADVICE)
                 raise

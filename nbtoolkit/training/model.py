@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
@@ -114,70 +113,6 @@ def grad_scaler(ctx: RunContext, config: Config) -> torch.amp.GradScaler:
         growth_interval=train.scaler_growth_interval,
         enabled=ctx.plan.precision == "fp16",
     )
-
-
-_METHODS = {"float32": "float()", "float64": "double()", "int64": "long()"}
-
-
-def type_fault(error: Exception, model: nn.Module, batch: Batch) -> FitError | None:
-    """The error to raise where tensors of a batch have another type than the model or loss takes.
-
-    Args:
-        error: what the forward pass, the loss or the backward pass raised.
-        model: as it is trained.
-        batch: tensors, in tuples, lists and dicts.
-
-    Returns:
-        None: it is another error.
-    """
-    text = str(error)
-    if not isinstance(error, (RuntimeError, TypeError)) or "type" not in text:
-        return None
-    found = {name: _type_name(one.dtype) for name, one in _named_tensors(batch)}
-    weights = {_type_name(one.dtype) for one in model.parameters() if one.is_floating_point()}
-    if re.search(r"(?i)expected\b((?!\bbut\b).)*\bLong\b", text):
-        wanted, taker = "int64", "class labels and indices are taken as int64"
-        part = "inputs" if "indices" in text else "targets"
-        found = {name: kind for name, kind in found.items() if name.startswith((part, "batch"))}
-    elif len(weights) == 1:
-        (wanted,) = weights
-        taker = f"the model's weights are {wanted}"
-    else:
-        return None
-    wrong = {name: kind for name, kind in found.items() if kind != wanted}
-    floating = {name: kind for name, kind in wrong.items() if "float" in kind}
-    if not (wrong := floating or wrong):
-        return None
-    name = min(wrong, key=lambda one: not one.startswith("inputs"))
-    method = _METHODS.get(wanted, f"to(torch.{wanted})")
-    return FitError(
-        f"the tensor {name} is {wrong[name]}, and {taker}: {text}",
-        allowed=f"{wanted}",
-        do=f"convert the data before fit: {name}.{method} of a tensor, {name}.astype('{wanted}') "
-        "of a NumPy array",
-    )
-
-
-def _type_name(kind: torch.dtype) -> str:
-    return str(kind).removeprefix("torch.")
-
-
-def _named_tensors(batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a batch: of a pair ``inputs`` and ``targets``, else ``batch[...]``."""
-    import torch
-
-    def found(value: object, name: str) -> Iterator[tuple[str, Tensor]]:
-        if isinstance(value, torch.Tensor):
-            yield name, value
-        items = value.items() if isinstance(value, Mapping) else ()
-        for key, item in enumerate(value) if isinstance(value, (tuple, list)) else items:
-            yield from found(item, f"{name}[{key!r}]")
-
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        yield from found(batch[0], "inputs")
-        yield from found(batch[1], "targets")
-    else:
-        yield from found(batch, "batch")
 
 
 def broadcast_buffers(module: nn.Module, ranks: int) -> None:

@@ -19,7 +19,6 @@ from nbtoolkit.training.model import (
     broadcast_buffers,
     prepare_model,
     to_channels_last,
-    type_fault,
 )
 from nbtoolkit.training.optim.averaging import make_averages
 from nbtoolkit.training.optim.loss_parameters import loss_parameters, trained_loss
@@ -199,11 +198,7 @@ class TrainStep:
                 with self._no_sync():  # gradients accumulate on this rank only
                     loss = self._pass(batch, micro_batch)
         except Exception as error:
-            fault = (
-                self.strategy.translated(error, self._named)
-                or type_fault(error, self.module, batch)
-                or single_sample_fault(error)
-            )
+            fault = self.strategy.translated(error, self._named) or single_sample_fault(error)
             if fault is None:
                 add_note(error, f"in optimizer step {self.steps_done + 1} of nb.fit")
                 raise
@@ -223,8 +218,6 @@ class TrainStep:
             with torch.no_grad():
                 return self._evaluated(self.evaluated_module, batch, samples)
         except Exception as error:
-            if fault := type_fault(error, self.module, batch):
-                raise fault from error
             add_note(error, f"in the validation after optimizer step {self.steps_done} of nb.fit")
             raise
 
