@@ -254,13 +254,13 @@ class _Training:
     def _restore(self, stored: StoredCheckpoint) -> None:
         ctx, train_step, state = self._ctx, self._train_step, self._state
         saved = stored.read("training")
-        _check_same_samples(stored.folder, saved["walk"], self._sampling())
+        _check_same_samples(stored.folder, saved["sampling"], self._sampling())
         train_step.restore({**saved, **stored.weights()}, source=str(stored.folder))
         state.restore(saved["progress"])
         self._callbacks.restore(saved.get("callbacks", {}))
         if state.taken:
-            if len(saved["streams"]) == ctx.world_size:
-                restore_random_state(saved["streams"][ctx.rank], ctx.device)
+            if len(saved["random_states"]) == ctx.world_size:
+                restore_random_state(saved["random_states"][ctx.rank], ctx.device)
             else:
                 seed_rank(ctx.device, ctx.seed, "resumed", train_step.steps_done, ctx.rank)
         within = f", {state.taken} steps into the next one" if state.taken else ""
@@ -460,8 +460,8 @@ class _Training:
             model = training.pop("model")
             training |= {
                 "progress": state.state(),
-                "streams": random_states,
-                "walk": self._sampling(),
+                "random_states": random_states,
+                "sampling": self._sampling(),
                 "callbacks": self._callbacks.state(),
             }
             parts = {"model": model, "training": training}
@@ -497,11 +497,10 @@ class _Training:
 
 
 def _check_same_samples(folder: Path, then: State, now: State) -> None:
-    before = {"order": "", **then}  # old checkpoints do not name it
     changed = [
-        f"{name} {before[name] or 'a permutation'} then, {now[name] or 'a permutation'} now"
+        f"{name} {then[name] or 'a permutation'} then, {now[name] or 'a permutation'} now"
         for name in now
-        if before[name] != now[name]
+        if then[name] != now[name]
     ]
     if changed:
         raise CheckpointError(

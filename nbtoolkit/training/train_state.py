@@ -174,7 +174,7 @@ class TrainState:
     def _is_better(self, value: float, than: float | None, *, by: float) -> bool:
         if math.isnan(value):
             return False
-        if than is None or math.isnan(than):  # older versions kept NaN
+        if than is None:
             return True
         return value < than - by if self._minimize else value > than + by
 

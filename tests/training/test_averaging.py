@@ -286,7 +286,9 @@ def test_it_goes_on_where_it_was(average: str) -> None:
 
 def test_foreign_averages_are_refused() -> None:
     averages = averages_of(mlp(), "ema")
-    with pytest.raises(CheckpointError, match=r"averages in last are not fit's: taken, weights"):
+    with pytest.raises(
+        CheckpointError, match=r"averages in last are not fit's: n_averaged, weights"
+    ):
         averages.restore({}, source="last")
     state = averages_of(nn.Linear(6, 3), "ema").state()
     with pytest.raises(CheckpointError, match=r"last does not fit this Sequential"):

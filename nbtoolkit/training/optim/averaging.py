@@ -122,7 +122,7 @@ class Averages:
 
     def state(self) -> State:
         """What a resumed run needs: tensors and a number."""
-        return {"weights": self.weights(), "taken": self.n_averaged}
+        return {"weights": self.weights(), "n_averaged": self.n_averaged}
 
     def restore(self, state: State, *, source: str) -> None:
         """Continue from a :meth:`state` that was read from ``source``.
@@ -130,14 +130,14 @@ class Averages:
         Raises:
             CheckpointError: it is another model's, or not of :meth:`state`.
         """
-        if missing := {"weights", "taken"} - state.keys():
+        if missing := {"weights", "n_averaged"} - state.keys():
             raise CheckpointError(
                 f"the averages in {source} are not fit's: {', '.join(sorted(missing))} is missing",
                 allowed="a checkpoint of a run with the same train.weight_averaging",
                 do="launch with resume='never', or with train.weight_averaging as it was",
             )
         load_weights(state["weights"], self._copy, source=source)
-        self.n_averaged, self._outdated = state["taken"], True
+        self.n_averaged, self._outdated = state["n_averaged"], True
 
     def _average(self, average: Callable[[list[Tensor], list[Tensor], int], None]) -> None:
         """Include the present weights in the mean; the first time they are the mean."""
