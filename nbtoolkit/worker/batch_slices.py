@@ -1,8 +1,8 @@
 """Divide batches among the ranks, such that each sample goes to one rank.
 
 batches of 4, 9 samples    0 1 2 3 | 4 5 6 7 8      a rest smaller than the ranks joins the last
-rank 0 of 2                0 1     | 4 5
-rank 1 of 2                    2 3 |     6 7 8
+rank 0 of 2                0 1     | 4 5 6
+rank 1 of 2                    2 3 |       7 8
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ from nbtoolkit.errors import PlanError
 from nbtoolkit.worker.collectives import gather_on_all
 
 Batch = TypeVar("Batch")
+
+
+def shard(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """``rank``'s contiguous part [low, high) of ``range(size)``; the first may be larger by one."""
+    return -(-size * rank // ranks), -(-size * (rank + 1) // ranks)
 
 
 class Shares:
@@ -66,8 +71,7 @@ class Shares:
                 )
             even = len(group) == 1 and samples % self._ranks == 0
             divided.append(None if even else f"a batch of {samples} samples")
-            start = samples * self._rank // self._ranks
-            yield batch, slice(start, samples * (self._rank + 1) // self._ranks)
+            yield batch, slice(*shard(samples, self._rank, self._ranks))
 
     def _groups(
         self, batches: Iterable[Batch], size: Callable[[Batch], int]

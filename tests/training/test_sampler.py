@@ -14,7 +14,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.loading.data import make_source
-from nbtoolkit.training.loading.sampler import GlobalBatchSampler, shard
+from nbtoolkit.training.loading.sampler import GlobalBatchSampler
+from nbtoolkit.worker.batch_slices import shard
 from nbtoolkit.worker.random_numbers import derive_seed
 
 CPU = torch.device("cpu")

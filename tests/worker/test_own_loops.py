@@ -172,7 +172,7 @@ def test_an_evaluation_sees_each_sample_once_and_gathers_it_once(
     assert together(list(seen)) == expected
     assert joined(alone) == joined(expected)
     for batch, *parts in zip(expected, *seen, strict=True):
-        assert [len(part) for part in parts] == [len(batch) // 2, len(batch) - len(batch) // 2]
+        assert [len(part) for part in parts] == [len(batch) - len(batch) // 2, len(batch) // 2]
     assert gathered == (expected, expected)
 
 

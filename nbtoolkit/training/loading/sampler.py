@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.worker.batch_slices import shard
 from nbtoolkit.worker.random_numbers import derive_seed, seed_generators
 
 if TYPE_CHECKING:
@@ -207,11 +208,6 @@ def check_steps(sampler: GlobalBatchSampler) -> GlobalBatchSampler:
             do="set train.drop_last: false, or a smaller train.batch_size",
         )
     return sampler
-
-
-def shard(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """``rank``'s contiguous part [low, high) of ``range(size)``; the first may be larger by one."""
-    return -(-size * rank // ranks), -(-size * (rank + 1) // ranks)
 
 
 # --- random numbers of a sample ---
