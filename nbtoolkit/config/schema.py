@@ -121,7 +121,7 @@ class Train(Section):
     memory in `nb.fit`, all ranks start again from the newest checkpoint, with about twice as many
     micro-batches."""
     num_workers: CountFrom0 = 0
-    """The number of DataLoader processes per rank. Tensors and arrays in memory need none.
+    """The number of DataLoader processes per rank. Tensors, arrays and streams have none.
     `nb.compare` measures which number is fast."""
     compile: bool = False
     """Compile the model with `torch.compile`. The first step can take minutes; later steps are

@@ -63,7 +63,7 @@ def make_evaluation_loader(
             is the same on all ranks: each reads all of it, and makes batches of its part only; or
             a ``DataLoader`` of either.
         batch_size: samples of this rank in one batch, at most; default: four times the plan's.
-        workers: ``DataLoader`` processes of this rank; one at most for an iterable.
+        workers: ``DataLoader`` processes of this rank; none for an iterable.
         collate: makes a batch from a list of samples; default: torch's.
         name: the set's name, for messages.
         model: the data are for it: it decides the type of their floats.
@@ -90,12 +90,8 @@ def make_evaluation_loader(
         ranks=ranks,
     )
     if is_stream(data):
-        workers = min(workers, 1)
         return EvaluationLoader(
-            StreamTrainLoader(
-                data, sampler, ctx.device, collate=collate, workers=workers, name=name
-            ),
-            samples=None,
+            StreamTrainLoader(data, sampler, ctx.device, collate=collate, name=name)
         )
     source = make_source(
         data, ctx.device, collate=collate, workers=workers, seed=ctx.seed, dtype=dtype
@@ -109,18 +105,14 @@ def make_evaluation_loader(
     order = make_order(data, len(source), feed.sampler, None, seed=ctx.seed, ranks=ctx.world_size)
     chosen = torch.arange(len(source)) if order is None else order.draw(0)
     in_order = replace(sampler, size=len(chosen), order=lambda epoch: chosen)
-    return EvaluationLoader(MapTrainLoader(in_order, source), samples=len(chosen))
+    return EvaluationLoader(MapTrainLoader(in_order, source))
 
 
 class EvaluationLoader:
-    """Loads a set in its own order; each rank gets its batches. Rank 0 has one if any rank has.
+    """Loads a set in its own order; each rank gets its batches. Rank 0 has one if any rank has."""
 
-    Attributes:
-        samples: of all ranks; None: of an iterable it is known at its end.
-    """
-
-    def __init__(self, loader: TrainLoader, *, samples: int | None) -> None:
-        self._loader, self.samples = loader, samples
+    def __init__(self, loader: TrainLoader) -> None:
+        self._loader = loader
 
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
         for batch, micro_batch in self._loader.batches(epoch=0):

@@ -98,12 +98,9 @@ def test_what_makes_no_whole_batch_is_dropped_by_choice(tmp_path: Path) -> None:
     assert feed_of(tmp_path, Known(29)).steps == 3
 
 
-@pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("data", [Numbers(29), Shuffled(29), AugmentedStream(29)], ids=type)
-def test_what_is_skipped_and_what_is_left_make_the_epoch(
-    tmp_path: Path, data: Any, workers: int
-) -> None:
-    feed = feed_of(tmp_path, data, train__num_workers=workers)
+def test_what_is_skipped_and_what_is_left_make_the_epoch(tmp_path: Path, data: Any) -> None:
+    feed = feed_of(tmp_path, data)
     for epoch in (1, 2):
         whole = steps_of(feed, epoch)
         assert [len(step) for step in whole] == [12, 12, 5]
@@ -140,22 +137,10 @@ def test_what_is_skipped_is_read_but_makes_no_batch(tmp_path: Path) -> None:
 
 
 def test_a_walk_that_was_left_does_not_mix_with_the_next(tmp_path: Path) -> None:
-    feed = feed_of(tmp_path, Numbers(99), train__num_workers=1)
+    feed = feed_of(tmp_path, Numbers(99))
     for _ in range(2):
         batch, _ = next(feed.batches(1))
         assert batch == list(range(12))
-
-
-def test_a_worker_reads_what_the_process_itself_would(tmp_path: Path) -> None:
-    """A Hugging Face stream is shuffled otherwise where it finds itself in a worker."""
-
-    class Aware(Numbers):
-        def __iter__(self) -> Iterator[int]:
-            for number in range(self.size):
-                yield number if get_worker_info() is None else -number
-
-    feed = feed_of(tmp_path, Aware(24), train__num_workers=1)
-    assert steps_of(feed, 1) == [[*range(12)], [*range(12, 24)]]
 
 
 def test_batches_are_collated_as_usual(tmp_path: Path) -> None:
@@ -165,22 +150,24 @@ def test_batches_are_collated_as_usual(tmp_path: Path) -> None:
     assert targets.tolist() == list(range(12))
 
 
-def test_more_workers_than_one_are_refused_with_a_word(tmp_path: Path, capsys: Any) -> None:
-    feed_of(tmp_path, Numbers(9), train__num_workers=1)
+def test_a_stream_is_read_without_workers_and_says_so(tmp_path: Path, capsys: Any) -> None:
+    class Aware(Numbers):
+        def __iter__(self) -> Iterator[int]:
+            for number in range(self.size):
+                yield number if get_worker_info() is None else -number
+
+    feed_of(tmp_path, Numbers(9))
     assert capsys.readouterr().out == ""
-    feed_of(tmp_path, Numbers(9), train__num_workers=4)
-    assert (
-        "one DataLoader worker per rank, not 4: the training set is a str"
-        in capsys.readouterr().out
-    )
+    feed = feed_of(tmp_path, Aware(24), train__num_workers=4)
+    assert "no DataLoader workers: the training set is a stream" in capsys.readouterr().out
+    assert steps_of(feed, 1) == [[*range(12)], [*range(12, 24)]]
 
 
 # --- what goes wrong -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_epoch_without_a_sample_is_refused(tmp_path: Path, workers: int) -> None:
-    feed = feed_of(tmp_path, (n for n in range(24)), train__num_workers=workers)
+def test_an_epoch_without_a_sample_is_refused(tmp_path: Path) -> None:
+    feed = feed_of(tmp_path, (n for n in range(24)))
     assert len(steps_of(feed, 1)) == 2
     with pytest.raises(FitError, match=r"no sample in epoch 2\n.*used up[\s\S]*whose __iter__"):
         steps_of(feed, 2)
@@ -206,14 +193,13 @@ def test_a_length_that_is_not_true_is_refused(
         steps_of(feed, 1)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_of_the_stream_names_the_place(tmp_path: Path, workers: int) -> None:
+def test_an_error_of_the_stream_names_the_place(tmp_path: Path) -> None:
     class Broken(Numbers):
         def __iter__(self) -> Iterator[int]:
             yield from range(14)
             raise LookupError("a shard is missing")
 
-    walk = feed_of(tmp_path, Broken(99), train__num_workers=workers).batches(1)
+    walk = feed_of(tmp_path, Broken(99)).batches(1)
     next(walk)
     with pytest.raises(LookupError, match="a shard is missing") as caught:
         next(walk)
@@ -257,14 +243,10 @@ def of_streams(config: Config, ctx: RunContext) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_a_stream_that_divides_itself_among_the_ranks_is_refused(
-    tmp_path: Path, workers: int
-) -> None:
+def test_a_stream_that_divides_itself_among_the_ranks_is_refused(tmp_path: Path) -> None:
     settings = {
         "train.max_steps": 4,
         "train.batch_size": 16,
-        "train.num_workers": workers,
         "checkpoint.enabled": False,
         "tracking.mlflow": False,
         "runtime.output_dir": str(tmp_path),

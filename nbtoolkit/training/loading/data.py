@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.serialization import PackedError, add_note, pack_error, unpack_error
@@ -34,74 +34,9 @@ TORCHS_IGNORED = -100
 # --- loading in worker processes ---
 
 
-Key = TypeVar("Key")
-Item = TypeVar("Item")
-
 # Bytes. A Unix socket's path has at most 107 (man 7 unix), of which multiprocessing needs 32 for
 # /pymp-xxxxxxxx/listener-xxxxxxxx below the temporary folder.
 _LONGEST_TEMPORARY = 107 - 32
-
-
-class ItemLoader(Generic[Key, Item]):
-    """A ``DataLoader`` of items by key, equal with any number of workers.
-
-    Items and errors do not depend on the workers, which live as long as the loader.
-
-    Args:
-        make: makes the item of a key, and leaves this process's random generators as they are; each
-            worker has its own copy.
-        workers: processes that make the items in turn, each two ahead; 0: this process makes an
-            item when it is asked for.
-        pin: put tensors into page-locked memory, from which a GPU copies asynchronously.
-
-    Raises:
-        FitError: workers could not send their items.
-    """
-
-    def __init__(self, make: Callable[[Key], Item], *, workers: int, pin: bool) -> None:
-        if workers:
-            _check_sockets()
-        self._make, self._workers, self._pin = make, workers, pin
-        self._keys = _Keys[Key]()
-        self._loader: DataLoader[Item] | None = None
-
-    def items(self, keys: Iterable[Key]) -> Iterator[Item]:
-        """Yield ``make(key)`` for all ``keys``, in their order; one iteration at a time.
-
-        Raises:
-            Exception: what ``make`` raised, of its own type, with its traceback and notes. It ends
-                the workers; the next iteration starts new ones.
-        """
-        if not self._workers and not self._pin:  # without the 20 us that a DataLoader takes
-            for key in keys:
-                yield self._make(key)
-            return
-        self._keys.keys = keys
-        if self._loader is None:
-            self._loader = self._start()
-        iterator = iter(self._loader)
-        for item in iterator:
-            if isinstance(item, _Failure):
-                self._loader = None
-                del iterator  # else the workers would live as long as the error's traceback
-                raise item.error()
-            yield item
-
-    def _start(self) -> DataLoader[Item]:
-        import torch
-        from torch.utils.data import DataLoader
-
-        items: object = _Items(self._make)  # a DataLoader only indexes its data set
-        return DataLoader(
-            cast("Dataset[Item]", items),
-            generator=torch.Generator(),  # else each iteration draws from the global one
-            batch_size=None,
-            sampler=self._keys,
-            num_workers=self._workers,
-            collate_fn=_identity,
-            pin_memory=self._pin,
-            persistent_workers=self._workers > 0,
-        )
 
 
 def _check_sockets() -> None:
@@ -137,22 +72,22 @@ def noted(where: str) -> Iterator[None]:
         raise
 
 
-class _Keys(Generic[Key]):
+class _Keys:
     """A sampler whose keys are set before each iteration."""
 
-    keys: Iterable[Key] = ()
+    keys: Iterable[_BatchKey] = ()
 
-    def __iter__(self) -> Iterator[Key]:
+    def __iter__(self) -> Iterator[_BatchKey]:
         return iter(self.keys)
 
 
-class _Items(Generic[Key, Item]):
-    """``make`` in the form of a data set."""
+class _Batches:
+    """The batches of a data set, in the form of a data set."""
 
-    def __init__(self, make: Callable[[Key], Item]) -> None:
+    def __init__(self, make: _BatchMaker) -> None:
         self._make = make
 
-    def __getitem__(self, key: Key) -> Item | _Failure:
+    def __getitem__(self, key: _BatchKey) -> Batch:
         try:
             return self._make(key)
         except Exception as error:
@@ -184,8 +119,8 @@ class _WorkerFailure(_Failure):
         return unpack_error(self._packed)
 
 
-def _identity(item: Item) -> Item:
-    return item
+def _identity(batch: Batch) -> Batch:
+    return batch
 
 
 # --- data sets ---
@@ -203,22 +138,6 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Sample: ...
 
 
-class Source(Protocol):
-    """A data set that hands out batches by index."""
-
-    def __len__(self) -> int:
-        """Number of samples."""
-
-    def batches(self, indices: Tensor, sizes: Sequence[int], *, epoch: int = 0) -> Iterator[Batch]:
-        """Yield the samples at ``indices``, cut into batches of ``sizes``, on the device.
-
-        Args:
-            indices: int64 of shape (sum of ``sizes``,).
-            sizes: samples of each batch.
-            epoch: seeds what is drawn at random for a sample; 0: validation.
-        """
-
-
 def make_source(
     data: object,
     device: torch.device,
@@ -227,7 +146,7 @@ def make_source(
     workers: int = 0,
     seed: int = 0,
     dtype: torch.dtype | None = None,
-) -> Source:
+) -> ArraySource | SampleSource:
     """Wrap the user's data set.
 
     Random augmentation does not depend on the process that loads a sample: before
@@ -294,7 +213,13 @@ class ArraySource:
         return len(self._tensors[0])
 
     def batches(self, indices: Tensor, sizes: Sequence[int], *, epoch: int = 0) -> Iterator[Batch]:
-        """See :class:`Source`; nothing is random."""
+        """Yield the samples at ``indices``, cut into batches of ``sizes``, on the device.
+
+        Args:
+            indices: int64 of shape (sum of ``sizes``,).
+            sizes: samples of each batch.
+            epoch: not used: nothing is random.
+        """
         indices = indices.to(self._tensors[0].device)
         for start, group in _blocks(sizes, _BLOCK // self._row):
             rows = indices[start : start + sum(group)]
@@ -307,7 +232,14 @@ class ArraySource:
 
 
 class SampleSource:
-    """A map-style data set, loaded sample by sample in worker processes or in this one."""
+    """A map-style data set, loaded sample by sample in worker processes or in this one.
+
+    Batches and errors do not depend on the workers, which live as long as the source; each makes
+    batches in turn, two ahead.
+
+    Raises:
+        FitError: workers could not send their batches.
+    """
 
     def __init__(
         self,
@@ -317,21 +249,61 @@ class SampleSource:
         workers: int,
         seed: int,
     ) -> None:
-        self._dataset, self._device = dataset, device
-        make = _BatchMaker(dataset, collate, seed)
-        self._loader = ItemLoader(make, workers=workers, pin=device.type == "cuda")
+        if workers:
+            _check_sockets()
+        self._dataset, self._device, self._workers = dataset, device, workers
+        self._make, self._keys = _BatchMaker(dataset, collate, seed), _Keys()
+        self._loader: DataLoader[Batch] | None = None
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def batches(self, indices: Tensor, sizes: Sequence[int], *, epoch: int = 0) -> Iterator[Batch]:
-        """See :class:`Source`."""
+        """See :meth:`ArraySource.batches`; one iteration at a time.
+
+        Args:
+            indices: see there.
+            sizes: see there.
+            epoch: seeds what is drawn at random for a sample; 0: validation.
+
+        Raises:
+            Exception: of the data set or ``collate``, with its own type, traceback and notes. It
+                ends the workers; the next iteration starts new ones.
+        """
         from accelerate.utils import send_to_device
 
-        batches = self._loader.items(_batch_keys(indices, sizes, epoch))
-        if self._device.type == "cpu":
-            return batches
-        return (send_to_device(batch, self._device, non_blocking=True) for batch in batches)
+        keys = _batch_keys(indices, sizes, epoch)
+        if not self._workers and self._device.type == "cpu":  # a DataLoader takes 20 us a batch
+            for key in keys:
+                yield self._make(key)
+            return
+        self._keys.keys = keys
+        if self._loader is None:
+            self._loader = self._start()
+        iterator = iter(self._loader)
+        for batch in iterator:
+            if isinstance(batch, _Failure):
+                self._loader = None
+                del iterator  # else the workers would live as long as the error's traceback
+                raise batch.error()
+            on_cpu = self._device.type == "cpu"
+            yield batch if on_cpu else send_to_device(batch, self._device, non_blocking=True)
+
+    def _start(self) -> DataLoader[Batch]:
+        import torch
+        from torch.utils.data import DataLoader
+
+        batches: object = _Batches(self._make)  # a DataLoader only indexes its data set
+        return DataLoader(
+            cast("Dataset[Batch]", batches),
+            generator=torch.Generator(),  # else each iteration draws from the global one
+            batch_size=None,
+            sampler=self._keys,
+            num_workers=self._workers,
+            collate_fn=_identity,
+            pin_memory=self._device.type == "cuda",
+            persistent_workers=self._workers > 0,
+        )
 
 
 class _BatchKey(NamedTuple):

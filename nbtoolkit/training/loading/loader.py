@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
-from contextlib import contextmanager
 from dataclasses import replace
-from itertools import count, islice, repeat
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from itertools import count, islice
+from typing import TYPE_CHECKING, Protocol, cast
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.batch_norm import smallest_share
 from nbtoolkit.training.loading.data import (
     Batch,
     Collate,
-    ItemLoader,
     Sample,
-    Source,
     float_type,
-    isolated,
     make_source,
     noted,
 )
@@ -37,12 +33,14 @@ from nbtoolkit.training.loading.sampler import (
     seed_sample,
 )
 from nbtoolkit.worker.batch_slices import digest, refuse_different
+from nbtoolkit.worker.random_numbers import preserve_random_state
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.training.loading.data import ArraySource, SampleSource
     from nbtoolkit.worker.context import RunContext
 
 
@@ -153,7 +151,7 @@ def make_train_loader(
 def _make_stream_loader(
     ctx: RunContext, config: Config, feed: Feed, log: SampleLog | None, smallest: int
 ) -> StreamTrainLoader:
-    data, workers = feed.data, feed.workers
+    data = feed.data
     length = stream_length(data)
     if length is None and config.train.max_steps is None:
         raise FitError(
@@ -162,15 +160,11 @@ def _make_stream_loader(
             allowed="an iterable with __len__ (its samples in one epoch), or train.max_steps",
             do="set train.max_steps: <optimizer steps of the whole run>",
         )
-    if workers > 1:
-        ctx.print(
-            f"fit: one DataLoader worker per rank, not {workers}: the training set is a stream"
-        )
+    if feed.workers:
+        ctx.print("fit: no DataLoader workers: the training set is a stream, read by each rank")
     size = ctx.plan.global_batch_size if length is None else length
     sampler = _make_sampler(ctx, config, feed, size, smallest)
-    return StreamTrainLoader(
-        data, sampler, ctx.device, collate=feed.collate, workers=min(workers, 1), log=log
-    )
+    return StreamTrainLoader(data, sampler, ctx.device, collate=feed.collate, log=log)
 
 
 def _make_sampler(
@@ -201,7 +195,7 @@ class MapTrainLoader:
     def __init__(
         self,
         sampler: GlobalBatchSampler,
-        source: Source,
+        source: ArraySource | SampleSource,
         log: SampleLog | None = None,
         order: EpochOrder | None = None,
     ) -> None:
@@ -273,7 +267,6 @@ class StreamTrainLoader:
         sampler: divides each step; its size is not used.
         device: the device of the batches.
         collate: makes a batch from a list of samples; default: torch's.
-        workers: 0, or 1: read in another process (two would mix up the order).
         log: records the samples of every step.
         name: the set's name in messages.
     """
@@ -285,21 +278,19 @@ class StreamTrainLoader:
         device: torch.device,
         *,
         collate: Collate | None = None,
-        workers: int = 0,
         log: SampleLog | None = None,
         name: str = "training",
     ) -> None:
         import torch.distributed as dist
+        from torch.utils.data import default_collate
 
         self.order = ""
         self._sampler, self._device, self._log, self._name = sampler, device, log, name
+        self._data, self._collate = cast("Iterable[Sample]", data), collate or default_collate
         self._length = stream_length(data)
-        self._passes = 0
         self._lengths: dict[int, int] = {}  # epoch -> its samples, once all are read
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
-        stream = cast("Iterable[Sample]", data)
-        reader = _StreamReader(stream, sampler, collate, digests=self._ranks > 1)
-        self._loader = ItemLoader(reader, workers=workers, pin=device.type == "cuda")
+        self._compares = self._ranks > 1  # the first samples of all ranks
 
     @property
     def steps(self) -> int | None:
@@ -336,19 +327,51 @@ class StreamTrainLoader:
     ) -> Iterator[IdentifiedBatch]:
         from accelerate.utils import send_to_device
 
-        self._passes += 1
-        stream_pass = _StreamPass(self._passes, epoch, skip * self._sampler.batch)
-        keys = repeat(stream_pass) if limit is None else repeat(stream_pass, limit)
-        for number, step in enumerate(self._loader.items(keys), start=skip):
-            ended = step.size < self._sampler.batch
-            if step.digest is not None:
-                refuse_different(step.digest, self._ranks)
-            self._check(epoch, number, step.size, ended, resumed=number == skip > 0)
-            micro_batches = replace(self._sampler, size=step.size).micro_batches
-            for batch, micro_batch, ids in zip(step.batches, micro_batches, step.ids, strict=True):
+        batch_size = self._sampler.batch
+        samples = self._samples(epoch, skip * batch_size)
+        for number in count(skip) if limit is None else range(skip, skip + limit):
+            with preserve_random_state():  # the user's code may draw
+                step = list(islice(samples, batch_size))
+                sampler = replace(self._sampler, size=len(step))
+                parts = list(self._parts(step, sampler))
+            if self._compares:
+                self._compares = False
+                refuse_different(digest([sample for _, sample in step]), self._ranks)
+            ended = len(step) < batch_size
+            self._check(epoch, number, len(step), ended, resumed=number == skip > 0)
+            for (batch, ids), micro_batch in zip(parts, sampler.micro_batches, strict=True):
                 yield send_to_device(batch, self._device, non_blocking=True), micro_batch, ids
             if ended:
                 return
+
+    def _samples(self, epoch: int, skip: int) -> Iterator[tuple[int, Sample]]:
+        """The stream's samples of an epoch after those to skip, each with its position."""
+        set_epoch = getattr(self._data, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        seed_sample(self._sampler.seed, epoch, -1)  # __iter__ may shuffle
+        stream = iter(self._data)
+        for position in count():
+            seed_sample(self._sampler.seed, epoch, position)
+            with noted(f"while loading sample {position} of the stream in epoch {epoch}"):
+                sample = next(stream, _END)
+            if sample is _END:
+                return
+            if position >= skip:
+                yield position, sample
+
+    def _parts(
+        self, step: list[tuple[int, Sample]], sampler: GlobalBatchSampler
+    ) -> Iterator[tuple[Batch, list[int]]]:
+        """This rank's batches of a step, with the positions of their samples (no stand-in's)."""
+        import torch
+
+        order = iter(sampler.indices_of_rank(torch.arange(len(step))).tolist())
+        for micro_batch in sampler.micro_batches:
+            rows = [step[i] for i in islice(order, micro_batch.rows)]
+            ids = [position for position, _ in rows][: micro_batch.samples]
+            with noted(f"while loading a batch of the samples {ids} of the stream"):
+                yield self._collate([sample for _, sample in rows]), ids
 
     def _check(self, epoch: int, step: int, size: int, ended: bool, *, resumed: bool) -> None:
         """Refuse a stream that is empty, or longer or shorter than its ``len()``.
@@ -380,105 +403,6 @@ class StreamTrainLoader:
                 do="correct its __len__, or remove it and set train.max_steps",
             )
         check_steps(replace(self._sampler, size=samples))
-
-
-class _StreamPass(NamedTuple):
-    """One pass over a stream: the key of all its steps."""
-
-    number: int
-    epoch: int
-    skip: int  # samples
-
-
-class _StreamStep(NamedTuple):
-    """This rank's part of one optimizer step."""
-
-    size: int
-    """Samples of the global batch; fewer than a whole one: the stream has ended."""
-    ids: list[list[int]]
-    """Their positions in the stream, by micro-batch; a stand-in has none."""
-    batches: list[Batch]
-    digest: str | None
-    """Of the samples of all ranks in the first step that is read; None: of a later one."""
-
-
-class _StreamReader:
-    """Reads a stream step by step; it keeps its position between two calls."""
-
-    def __init__(
-        self,
-        data: Iterable[Sample],
-        sampler: GlobalBatchSampler,
-        collate: Collate | None,
-        *,
-        digests: bool,
-    ) -> None:
-        from torch.utils.data import default_collate
-
-        self._data, self._sampler, self._collate = data, sampler, collate or default_collate
-        self._digests = digests
-        self._pass: _StreamPass | None = None
-        self._samples: Iterator[tuple[int, Sample]] = iter(())
-
-    def __call__(self, stream_pass: _StreamPass) -> _StreamStep:
-        if stream_pass != self._pass:
-            self._pass, self._samples = stream_pass, self._open(stream_pass)
-        with isolated():
-            return self._make_step(list(islice(self._samples, self._sampler.batch)))
-
-    def _open(self, stream_pass: _StreamPass) -> Iterator[tuple[int, Sample]]:
-        """The stream's samples after those to skip, each with its position."""
-        epoch = stream_pass.epoch
-        stream = self._start_epoch(epoch)
-        for position in count():
-            seed_sample(self._sampler.seed, epoch, position)
-            what = f"while loading sample {position} of the stream in epoch {epoch}"
-            with noted(what), _hidden_worker_info():
-                sample = next(stream, _END)
-            if sample is _END:
-                return
-            if position >= stream_pass.skip:
-                yield position, sample
-
-    def _start_epoch(self, epoch: int) -> Iterator[Sample]:
-        set_epoch = getattr(self._data, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-        seed_sample(self._sampler.seed, epoch, -1)  # __iter__ may shuffle
-        with _hidden_worker_info():
-            return iter(self._data)
-
-    def _make_step(self, samples: list[tuple[int, Sample]]) -> _StreamStep:
-        """This rank's part of a global batch."""
-        import torch
-
-        sampler = replace(self._sampler, size=len(samples))
-        order = iter(sampler.indices_of_rank(torch.arange(len(samples))).tolist())
-        ids, batches = [], []
-        for size, micro_batch in zip(sampler.sizes, sampler.micro_batches, strict=True):
-            part = [samples[i] for i in islice(order, size)]
-            ids.append([position for position, _ in part][: micro_batch.samples])
-            with noted(f"while loading a batch of the samples {ids[-1]} of the stream"):
-                batches.append(self._collate([sample for _, sample in part]))
-        value = digest([sample for _, sample in samples]) if self._digests else None
-        self._digests = False
-        return _StreamStep(len(samples), ids, batches, value)
-
-
-@contextmanager
-def _hidden_worker_info() -> Iterator[None]:
-    """Hide inside a block that this process is a DataLoader's worker.
-
-    A data set may give each worker a part; a Hugging Face stream shuffles in another order as soon
-    as there is a worker (datasets 5.2). Here a single process reads the whole stream.
-    """
-    from torch.utils.data._utils import worker
-
-    info, worker._worker_info = worker._worker_info, None
-    try:
-        yield
-    finally:
-        worker._worker_info = info
 
 
 def is_stream(data: object) -> bool:
