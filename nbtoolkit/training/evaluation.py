@@ -14,14 +14,14 @@ from nbtoolkit.errors import CannotPickle, FitError
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.run.serialization import add_note, pack_value
 from nbtoolkit.training.loading.data import Batch, Collate, float_type, make_source
-from nbtoolkit.training.loading.epoch_order import make_order, take_apart
+from nbtoolkit.training.loading.epoch_order import EpochOrder, make_order, take_apart
 from nbtoolkit.training.loading.loader import (
     MapTrainLoader,
     StreamTrainLoader,
     TrainLoader,
     is_stream,
 )
-from nbtoolkit.training.loading.sampler import GlobalBatchSampler
+from nbtoolkit.training.loading.sampler import Passes
 from nbtoolkit.training.metrics import Meter, Metric
 from nbtoolkit.training.model import broadcast_buffers, half_precision
 from nbtoolkit.worker.collectives import Rows, gather_on_all, in_order
@@ -81,17 +81,10 @@ def make_evaluation_loader(
     feed = take_apart(data, collate=collate, workers=workers, dtype=dtype)
     data, collate, workers = feed.data, feed.collate, feed.workers
     ranks = ctx.world_size
-    sampler = GlobalBatchSampler(
-        size=size * ranks,
-        batch=size * ranks,
-        micro=size,
-        seed=ctx.seed,
-        rank=ctx.rank,
-        ranks=ranks,
-    )
+    passes = Passes(size=size * ranks, batch=size * ranks, micro=size, rank=ctx.rank, ranks=ranks)
     if is_stream(data):
         return EvaluationLoader(
-            StreamTrainLoader(data, sampler, ctx.device, collate=collate, name=name)
+            StreamTrainLoader(data, passes, ctx.device, seed=ctx.seed, collate=collate, name=name)
         )
     source = make_source(
         data, ctx.device, collate=collate, workers=workers, seed=ctx.seed, dtype=dtype
@@ -102,10 +95,12 @@ def make_evaluation_loader(
             allowed="one sample or more" + (", or valid_data=None" if name == "validation" else ""),
             do="check the split or the filter that made it",
         )
-    order = make_order(data, len(source), feed.sampler, None, seed=ctx.seed, ranks=ctx.world_size)
-    chosen = torch.arange(len(source)) if order is None else order.draw(0)
-    in_order = replace(sampler, size=len(chosen), order=lambda epoch: chosen)
-    return EvaluationLoader(MapTrainLoader(in_order, source))
+    chosen = torch.arange(len(source))
+    if feed.sampler is not None:
+        order = make_order(data, len(source), feed.sampler, None, seed=ctx.seed, ranks=ranks)
+        chosen = order.draw(0)
+    in_order = EpochOrder(len(chosen), lambda epoch: chosen, "")
+    return EvaluationLoader(MapTrainLoader(in_order, replace(passes, size=len(chosen)), source))
 
 
 class EvaluationLoader:

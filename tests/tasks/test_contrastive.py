@@ -16,7 +16,7 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
 from nbtoolkit.tasks import contrastive
 from nbtoolkit.tasks.contrastive import NO_POSITIVES, metric_loss, supervised_contrastive_loss
-from nbtoolkit.training.loading.sampler import GlobalBatchSampler
+from nbtoolkit.training.loading.epoch_order import permutation
 from nbtoolkit.worker.context import RunContext
 
 SETTINGS = {
@@ -234,9 +234,8 @@ def in_plain_torch(size: int, passes: int) -> Tensor:
     """Batches of 12 and a smaller last one. A pass of two ranks has a part of each one's half."""
     model, (inputs, labels) = two_views(), points(size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    order = GlobalBatchSampler(size=size, batch=12, micro=12, seed=0)
     for epoch in (1, 2):
-        for batch in order.permutation(epoch).split(12):
+        for batch in permutation(size, seed=0, epoch=epoch).split(12):
             optimizer.zero_grad()
             halves = batch.tensor_split([len(batch) // 2])
             pairs = zip_longest(*(half.split(6 // passes) for half in halves), fillvalue=batch[:0])

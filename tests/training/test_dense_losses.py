@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
-from nbtoolkit.training.loading.sampler import GlobalBatchSampler
+from nbtoolkit.training.loading.epoch_order import permutation
 from nbtoolkit.worker.context import RunContext
 
 SIZE, BATCH = 28, 8  # the last step has 4 samples
@@ -105,8 +105,7 @@ def late() -> TensorDataset:
     """In the first step of an epoch no target is ignored; in the last all of some samples."""
     text = tokens()
     tags = text % 5
-    order = GlobalBatchSampler(size=SIZE, batch=BATCH, micro=BATCH, seed=0)
-    tags[order.permutation(1)[-3:]] = -100
+    tags[permutation(SIZE, seed=0, epoch=1)[-3:]] = -100
     return TensorDataset(text, tags)
 
 
@@ -177,9 +176,8 @@ def in_plain_torch(name: str) -> tuple[float, Tensor]:
         return [column[rows] for column in samples]
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    order = GlobalBatchSampler(size=SIZE, batch=BATCH, micro=BATCH, seed=0)
     for epoch in (1, 2):
-        for rows in order.permutation(epoch).split(BATCH):
+        for rows in permutation(SIZE, seed=0, epoch=epoch).split(BATCH):
             optimizer.zero_grad()
             loss(*step(model, chosen(rows))).backward()
             optimizer.step()

@@ -37,7 +37,6 @@ DATA = (INPUTS, LABELS)
 
 def draw(epoch: int, *, sampler: Any = None, weights: Any = None, data: Any = DATA) -> list[int]:
     order = make_order(data, 37, sampler, weights, seed=3, ranks=1)
-    assert order is not None
     drawn: list[int] = order.draw(epoch).tolist()
     assert len(drawn) == order.size
     return drawn

@@ -17,7 +17,7 @@ from torch import nn
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import CheckpointError, FitError
-from nbtoolkit.training.loading.sampler import GlobalBatchSampler
+from nbtoolkit.training.loading.epoch_order import permutation
 from nbtoolkit.training.metrics import accuracy
 from nbtoolkit.training.optim.schedule import make_schedule
 from nbtoolkit.worker.context import RunContext
@@ -39,13 +39,12 @@ def another(tmp_path: Path) -> Run:
 def by_hand(model: nn.Module, config: Config) -> list[float]:
     """The loop one would write: returns each epoch's mean loss."""
     inputs, targets = samples(37)
-    order = GlobalBatchSampler(size=37, batch=12, micro=12, seed=config.seed)
     schedule = make_schedule(config, steps=12, factor=1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     losses, step = [], 0
     for epoch in (1, 2, 3):
         total = 0.0
-        for rows in order.permutation(epoch).split(12):
+        for rows in permutation(37, seed=config.seed, epoch=epoch).split(12):
             loss = nn.functional.cross_entropy(model(inputs[rows]), targets[rows])
             optimizer.zero_grad()
             loss.backward()

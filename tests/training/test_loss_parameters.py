@@ -16,7 +16,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
 from nbtoolkit.tasks.contrastive import metric_loss
-from nbtoolkit.training.loading.sampler import GlobalBatchSampler
+from nbtoolkit.training.loading.epoch_order import permutation
 from nbtoolkit.worker.context import RunContext
 
 
@@ -49,10 +49,9 @@ LAST = configured(overrides={"checkpoint.weights": "last", "optim.schedule": "co
 def by_hand(model: nn.Module, loss: nn.Module) -> None:
     """The loop one would write, of 3 epochs of 4 steps."""
     inputs, targets = samples(37)
-    order = GlobalBatchSampler(size=37, batch=12, micro=12, seed=LAST.seed)
     optimizer = SGD([*model.parameters(), *loss.parameters()], lr=0.1, momentum=0.9)
     for epoch in (1, 2, 3):
-        for rows in order.permutation(epoch).split(12):
+        for rows in permutation(37, seed=LAST.seed, epoch=epoch).split(12):
             optimizer.zero_grad()
             loss(model(inputs[rows]), targets[rows]).backward()
             optimizer.step()

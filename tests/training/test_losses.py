@@ -16,7 +16,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.loading.sampler import GlobalBatchSampler
+from nbtoolkit.training.loading.epoch_order import permutation
 from nbtoolkit.worker.context import RunContext
 
 SETTINGS = {
@@ -126,9 +126,8 @@ def in_plain_torch(name: str) -> tuple[float, Tensor]:
     step, loss, whole = CASES[name]
     loss, model, data, held_out = whole or loss, model_of(), points(37), points(23, seed=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    order = GlobalBatchSampler(size=37, batch=12, micro=12, seed=0)
     for epoch in (1, 2):
-        for batch in order.permutation(epoch).split(12):
+        for batch in permutation(37, seed=0, epoch=epoch).split(12):
             optimizer.zero_grad()
             loss(*step(model, {key: column[batch] for key, column in data.items()})).backward()
             optimizer.step()
@@ -164,10 +163,9 @@ def test_the_training_loss_is_the_mean_over_the_steps_by_samples(
 ) -> None:
     model, data = model_of(), points(37)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    order = GlobalBatchSampler(size=37, batch=12, micro=12, seed=0)
     for epoch in (1, 2):
         total = 0.0
-        for batch in order.permutation(epoch).split(12):
+        for batch in permutation(37, seed=0, epoch=epoch).split(12):
             loss = F.cross_entropy(model(data["x"][batch]), data["y"][batch], WEIGHTS)
             total += loss.item() * len(batch)
             optimizer.zero_grad()
@@ -258,8 +256,9 @@ def test_on_one_rank_a_step_of_one_part_takes_any_loss_as_it_is(tmp_path: Any, l
     values = fit_here(tmp_path, loss, **CONSTANT, **{"train.max_steps": 6}).value
     model, data = model_of(), points(37)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    order, total = GlobalBatchSampler(size=37, batch=12, micro=12, seed=0), 0.0
-    for batch in [*order.permutation(1).split(12), *order.permutation(2).split(12)][:6]:
+    total = 0.0
+    epochs = [permutation(37, seed=0, epoch=epoch).split(12) for epoch in (1, 2)]
+    for batch in [*epochs[0], *epochs[1]][:6]:
         value = loss(model(data["x"][batch]), data["y"][batch])
         optimizer.zero_grad()
         value.backward()
@@ -282,7 +281,7 @@ def test_targets_that_are_ignored_later_are_refused_in_a_loss_with_other_terms(
     def distilled(outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets) + outputs.square().mean()
 
-    order = GlobalBatchSampler(size=36, batch=12, micro=12, seed=0).permutation(1)
+    order = permutation(36, seed=0, epoch=1)
     data = points(36)
     data["y"][order[30]] = -100  # in the last step of the epoch
 

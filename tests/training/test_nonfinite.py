@@ -20,7 +20,8 @@ from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.payload import JobSpec
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.training.evaluation import forward_pair
-from nbtoolkit.training.loading.sampler import GlobalBatchSampler
+from nbtoolkit.training.loading.epoch_order import permutation
+from nbtoolkit.training.loading.sampler import Passes
 from nbtoolkit.training.losses import StepLoss, not_finite, raise_if_not_finite
 from nbtoolkit.training.step import Recipe, TrainStep
 from nbtoolkit.worker.channel import RecordChannel
@@ -95,10 +96,10 @@ def train_on_a_bad_sample(config: Config, ctx: RunContext) -> tuple[str, list[in
     inputs = torch.randn(size, 4, generator=torch.Generator().manual_seed(0))
     targets = inputs.sum(dim=1, keepdim=True)
     inputs[bad, 2] = config.data.value
-    order = GlobalBatchSampler(
-        size=size, batch=8, micro=8 // ctx.world_size, seed=0, rank=ctx.rank, ranks=ctx.world_size
-    )
-    batches = [block.tolist() for block in order.permutation(1).split(8)]
+    micro = 8 // ctx.world_size
+    passes = Passes(size=size, batch=8, micro=micro, rank=ctx.rank, ranks=ctx.world_size)
+    order = permutation(size, seed=0, epoch=1)
+    batches = [block.tolist() for block in order.split(8)]
     torch.manual_seed(0)
     train_step = TrainStep(
         ctx,
@@ -109,7 +110,7 @@ def train_on_a_bad_sample(config: Config, ctx: RunContext) -> tuple[str, list[in
     )
     told = []
     for step, (rows, share) in enumerate(
-        zip(order.indices(1).split(order.micro), order.micro_batches, strict=True)
+        zip(passes.indices(order).split(micro), passes.micro_batches, strict=True)
     ):
         loss = train_step.step((inputs[rows], targets[rows]), share, measure_norm=False).mean
         told.append(StepLoss(step + 1, 1, step, float(loss)))

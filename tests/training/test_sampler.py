@@ -14,7 +14,8 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.loading.data import make_source
-from nbtoolkit.training.loading.sampler import GlobalBatchSampler
+from nbtoolkit.training.loading.epoch_order import permutation
+from nbtoolkit.training.loading.sampler import Passes
 from nbtoolkit.worker.batch_slices import shard
 from nbtoolkit.worker.random_numbers import derive_seed
 
@@ -32,17 +33,19 @@ WALKS = [
 ]
 
 
-def orders(
-    size: int, batch: int, ranks: int, passes: int, seed: int = 0
-) -> list[GlobalBatchSampler]:
+def orders(size: int, batch: int, ranks: int, passes: int) -> list[Passes]:
     micro = batch // (ranks * passes)
-    make = {"size": size, "batch": batch, "micro": micro, "seed": seed, "ranks": ranks}
-    return [GlobalBatchSampler(**make, rank=rank) for rank in range(ranks)]
+    make = {"size": size, "batch": batch, "micro": micro, "ranks": ranks}
+    return [Passes(**make, rank=rank) for rank in range(ranks)]
 
 
-def steps(order: GlobalBatchSampler, epoch: int) -> list[list[tuple[list[int], float]]]:
+def drawn(order: Passes, epoch: int) -> torch.Tensor:
+    return permutation(order.size, seed=0, epoch=epoch)
+
+
+def steps(order: Passes, epoch: int) -> list[list[tuple[list[int], float]]]:
     """By optimizer step: the samples that count and the weight of each pass."""
-    indices = order.indices(epoch).tolist()
+    indices = order.indices(drawn(order, epoch)).tolist()
     found: list[list[tuple[list[int], float]]] = [[]]
     for end, size, share in zip(
         accumulate(order.sizes), order.sizes, order.micro_batches, strict=True
@@ -57,19 +60,17 @@ def steps(order: GlobalBatchSampler, epoch: int) -> list[list[tuple[list[int], f
 
 def test_the_permutation_is_a_function_of_seed_and_epoch() -> None:
     torch.manual_seed(1)
-    one = GlobalBatchSampler(size=100, batch=10, micro=10, seed=7).permutation(3)
+    one = permutation(100, seed=7, epoch=3)
     torch.manual_seed(2)
-    assert torch.equal(one, GlobalBatchSampler(size=100, batch=20, micro=5, seed=7).permutation(3))
+    assert torch.equal(one, permutation(100, seed=7, epoch=3))
     assert torch.equal(one.sort().values, torch.arange(100))
     others = [(7, 4), (8, 3)]
     for seed, epoch in others:
-        other = GlobalBatchSampler(size=100, batch=10, micro=10, seed=seed).permutation(epoch)
-        assert not torch.equal(one, other)
+        assert not torch.equal(one, permutation(100, seed=seed, epoch=epoch))
 
 
-def test_the_permutation_is_the_one_that_old_checkpoints_were_trained_on() -> None:
-    order = GlobalBatchSampler(size=8, batch=4, micro=4, seed=0)
-    assert order.permutation(1).tolist() == [1, 3, 4, 6, 5, 2, 0, 7]
+def test_the_permutation_is_the_one_of_other_versions() -> None:
+    assert permutation(8, seed=0, epoch=1).tolist() == [1, 3, 4, 6, 5, 2, 0, 7]
     assert derive_seed(0, "order", 1) == 4672741961019256271
 
 
@@ -79,7 +80,7 @@ def test_a_step_takes_the_same_samples_on_any_ranks(
 ) -> None:
     all_ranks = orders(size, batch, ranks, passes)
     walks = [steps(order, epoch=2) for order in all_ranks]
-    expected = [block.tolist() for block in all_ranks[0].permutation(2).split(batch)]
+    expected = [block.tolist() for block in drawn(all_ranks[0], 2).split(batch)]
     assert all_ranks[0].steps == len(expected)
     for number, samples in enumerate(expected):
         taken = [index for walk in walks for part, _ in walk[number] for index in part]
@@ -93,7 +94,7 @@ def test_the_weights_make_the_mean_over_the_steps_samples(
     values = torch.rand(size, dtype=torch.float64)
     all_ranks = orders(size, batch, ranks, passes)
     walks = [steps(order, epoch=1) for order in all_ranks]
-    for number, samples in enumerate(all_ranks[0].permutation(1).split(batch)):
+    for number, samples in enumerate(drawn(all_ranks[0], 1).split(batch)):
         parts = [pair for walk in walks for pair in walk[number] if pair[0]]
         # DDP takes the mean over the ranks of what each rank has added up over its passes
         mean = sum(values[part].mean() * weight for part, weight in parts) / ranks
@@ -107,7 +108,7 @@ def test_every_rank_makes_as_many_passes(size: int, batch: int, ranks: int, pass
 
 
 def test_passes_of_some_steps() -> None:
-    order = GlobalBatchSampler(size=37, batch=12, micro=3, seed=0, rank=1, ranks=2)
+    order = Passes(size=37, batch=12, micro=3, rank=1, ranks=2)
     assert [order.count_micro_batches(steps) for steps in (0, 1, 3, 4, 99)] == [0, 2, 6, 7, 7]
 
 
@@ -120,16 +121,14 @@ def test_drop_last_ends_before_the_uneven_step(
         even = size // batch
         assert kept.steps == even
         assert (steps(kept, epoch=1) if even else []) == steps(order, epoch=1)[:even]
-        assert len(kept.indices(1)) == even * batch // ranks
+        assert len(kept.indices(drawn(kept, 1))) == even * batch // ranks
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 24), (2, 12), (3, 4), (4, 3), (2, 2), (4, 2)])
 def test_no_pass_has_a_single_sample_where_that_is_possible(ranks: int, micro: int) -> None:
     for size in range(1, 48):
         all_ranks = [
-            GlobalBatchSampler(
-                size=size, batch=24, micro=micro, seed=0, rank=rank, ranks=ranks, smallest=2
-            )
+            Passes(size=size, batch=24, micro=micro, rank=rank, ranks=ranks, smallest=2)
             for rank in range(ranks)
         ]
         single = size % 24 == 1 or (micro == 2 and size % 2 == 1)
@@ -140,9 +139,9 @@ def test_no_pass_has_a_single_sample_where_that_is_possible(ranks: int, micro: i
         assert (min(rows) == 1) == single
         assert max(rows) <= micro
         for order in all_ranks:
-            assert len(order.indices(1)) == sum(order.sizes)
+            assert len(order.indices(drawn(order, 1))) == sum(order.sizes)
         values = torch.rand(size, dtype=torch.float64)
-        for number, samples in enumerate(all_ranks[0].permutation(1).split(24)):
+        for number, samples in enumerate(drawn(all_ranks[0], 1).split(24)):
             parts = [pair for walk in walks for pair in walk[number] if pair[0]]
             assert sorted(i for part, _ in parts for i in part) == sorted(samples.tolist())
             mean = sum(values[part].mean() * weight for part, weight in parts) / ranks

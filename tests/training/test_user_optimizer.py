@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as rates
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ConfigError, FitError
-from nbtoolkit.training.loading.sampler import GlobalBatchSampler
+from nbtoolkit.training.loading.epoch_order import permutation
 from nbtoolkit.training.optim.optimizer import make_optimizer
 
 
@@ -31,9 +31,9 @@ def another(tmp_path: Path) -> Run:
 def by_hand(model: nn.Module, optimizer: Optimizer, scheduler: Any = None) -> list[float]:
     """The loop one would write, of 3 epochs of 4 steps: the rate of every step."""
     inputs, targets = samples(37)
-    order, seen = GlobalBatchSampler(size=37, batch=12, micro=12, seed=42), []
+    seen = []
     for epoch in (1, 2, 3):
-        for rows in order.permutation(epoch).split(12):
+        for rows in permutation(37, seed=42, epoch=epoch).split(12):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs[rows]), targets[rows]).backward()
             seen.append(optimizer.param_groups[0]["lr"])

@@ -150,7 +150,8 @@ class EpochOrder:
     Attributes:
         size: samples that an epoch takes.
         draw: the epoch (from 1) -> its samples, int64 of shape (size,); called on all ranks.
-        name: equal for orders that draw the same; a resumed run is compared by it.
+        name: equal for orders that draw the same, "" of permutations; a resumed run is compared by
+            it.
     """
 
     size: int
@@ -166,8 +167,8 @@ def make_order(
     *,
     seed: int,
     ranks: int,
-) -> EpochOrder | None:
-    """The order that the user asked for; None: a permutation.
+) -> EpochOrder:
+    """Return the order that the user asked for; by default a permutation of all samples.
 
     Args:
         data: the training set, whose labels ``"balanced"`` needs.
@@ -188,7 +189,17 @@ def make_order(
         )
     if weights is not None:
         return _weighted(weights, data, samples, seed)
-    return None if sampler is None else _sampled(sampler, samples, seed, ranks)
+    if sampler is not None:
+        return _sampled(sampler, samples, seed, ranks)
+    return EpochOrder(samples, lambda epoch: permutation(samples, seed=seed, epoch=epoch), "")
+
+
+def permutation(samples: int, *, seed: int, epoch: int) -> Tensor:
+    """Return all samples in the order of ``epoch``: int64, a function of the arguments."""
+    import torch
+
+    generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
+    return torch.randperm(samples, generator=generator)
 
 
 def _weighted(weights: SampleWeights, data: object, samples: int, seed: int) -> EpochOrder:

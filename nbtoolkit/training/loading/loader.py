@@ -25,9 +25,9 @@ from nbtoolkit.training.loading.epoch_order import (
     take_apart,
 )
 from nbtoolkit.training.loading.sampler import (
-    GlobalBatchSampler,
     IdentifiedBatch,
     MicroBatch,
+    Passes,
     SampleLog,
     check_steps,
     seed_sample,
@@ -60,7 +60,7 @@ class TrainLoader(Protocol):
 
     @property
     def single(self) -> str:
-        """Which passes of an epoch have one sample; see :class:`GlobalBatchSampler`."""
+        """Which passes of an epoch have one sample; see :class:`Passes`."""
 
     def batches(
         self, epoch: int, *, skip: int = 0, limit: int | None = None
@@ -144,8 +144,8 @@ def make_train_loader(
     order = make_order(
         data, len(source), sampler, sample_weights, seed=ctx.seed, ranks=ctx.world_size
     )
-    batches = _make_sampler(ctx, config, feed, len(source), smallest, order)
-    return MapTrainLoader(batches, source, log, order)
+    passes = _make_passes(ctx, config, feed, order.size, smallest)
+    return MapTrainLoader(order, passes, source, log)
 
 
 def _make_stream_loader(
@@ -163,30 +163,21 @@ def _make_stream_loader(
     if feed.workers:
         ctx.print("fit: no DataLoader workers: the training set is a stream, read by each rank")
     size = ctx.plan.global_batch_size if length is None else length
-    sampler = _make_sampler(ctx, config, feed, size, smallest)
-    return StreamTrainLoader(data, sampler, ctx.device, collate=feed.collate, log=log)
+    passes = _make_passes(ctx, config, feed, size, smallest)
+    return StreamTrainLoader(data, passes, ctx.device, seed=ctx.seed, collate=feed.collate, log=log)
 
 
-def _make_sampler(
-    ctx: RunContext,
-    config: Config,
-    feed: Feed,
-    size: int,
-    smallest: int,
-    order: EpochOrder | None = None,
-) -> GlobalBatchSampler:
-    sampler = GlobalBatchSampler(
-        size=size if order is None else order.size,
+def _make_passes(ctx: RunContext, config: Config, feed: Feed, size: int, smallest: int) -> Passes:
+    passes = Passes(
+        size=size,
         batch=ctx.plan.global_batch_size,
         micro=ctx.plan.batch_size_per_device,
-        seed=ctx.seed,
         rank=ctx.rank,
         ranks=ctx.world_size,
         drop_last=config.train.drop_last or feed.drop_last,
         smallest=smallest,
-        order=None if order is None else order.draw,
     )
-    return check_steps(sampler)
+    return check_steps(passes)
 
 
 class MapTrainLoader:
@@ -194,33 +185,33 @@ class MapTrainLoader:
 
     def __init__(
         self,
-        sampler: GlobalBatchSampler,
+        order: EpochOrder,
+        passes: Passes,
         source: ArraySource | SampleSource,
         log: SampleLog | None = None,
-        order: EpochOrder | None = None,
     ) -> None:
-        self.order = "" if order is None else order.name
-        self._sampler, self._source, self._log = sampler, source, log
+        self.order = order.name
+        self._draw, self._passes, self._source, self._log = order.draw, passes, source, log
 
     @property
     def steps(self) -> int:
         """See :class:`TrainLoader`."""
-        return self._sampler.steps
+        return self._passes.steps
 
     @property
     def single(self) -> str:
         """See :class:`TrainLoader`."""
-        return self._sampler.single
+        return self._passes.single
 
     def batches(
         self, epoch: int, *, skip: int = 0, limit: int | None = None
     ) -> Iterator[tuple[Batch, MicroBatch]]:
         """See :class:`TrainLoader`."""
-        sampler = self._sampler
-        first = sampler.count_micro_batches(skip)
-        last = None if limit is None else sampler.count_micro_batches(skip + limit)
-        micro_batches, sizes = sampler.micro_batches[first:last], sampler.sizes[first:last]
-        indices = sampler.indices(epoch)[sum(sampler.sizes[:first]) :]
+        passes = self._passes
+        first = passes.count_micro_batches(skip)
+        last = None if limit is None else passes.count_micro_batches(skip + limit)
+        micro_batches, sizes = passes.micro_batches[first:last], passes.sizes[first:last]
+        indices = passes.indices(self._draw(epoch))[sum(passes.sizes[:first]) :]
         batches = self._source.batches(indices, sizes, epoch=epoch)
         if self._log is None:  # nothing between the arrays and the loop: 2 us a micro-batch
             return zip(batches, micro_batches, strict=True)
@@ -229,7 +220,11 @@ class MapTrainLoader:
 
     def sample_ids(self, epoch: int, step: int) -> list[int]:
         """See :class:`TrainLoader`."""
-        return self._sampler.step_ids(epoch, step)
+        if step >= self.steps:
+            return []
+        batch_size = self._passes.batch
+        ids: list[int] = self._draw(epoch)[step * batch_size :][:batch_size].tolist()
+        return ids
 
 
 def _sample_ids(
@@ -264,8 +259,9 @@ class StreamTrainLoader:
 
     Args:
         data: has ``__iter__``; its ``len()``, if any, is the number of samples in one epoch.
-        sampler: divides each step; its size is not used.
+        passes: divides each step; its size is not used.
         device: the device of the batches.
+        seed: the run's.
         collate: makes a batch from a list of samples; default: torch's.
         log: records the samples of every step.
         name: the set's name in messages.
@@ -274,9 +270,10 @@ class StreamTrainLoader:
     def __init__(
         self,
         data: object,
-        sampler: GlobalBatchSampler,
+        passes: Passes,
         device: torch.device,
         *,
+        seed: int,
         collate: Collate | None = None,
         log: SampleLog | None = None,
         name: str = "training",
@@ -285,7 +282,8 @@ class StreamTrainLoader:
         from torch.utils.data import default_collate
 
         self.order = ""
-        self._sampler, self._device, self._log, self._name = sampler, device, log, name
+        self._passes, self._device, self._seed = passes, device, seed
+        self._log, self._name = log, name
         self._data, self._collate = cast("Iterable[Sample]", data), collate or default_collate
         self._length = stream_length(data)
         self._lengths: dict[int, int] = {}  # epoch -> its samples, once all are read
@@ -295,12 +293,12 @@ class StreamTrainLoader:
     @property
     def steps(self) -> int | None:
         """See :class:`TrainLoader`."""
-        return None if self._length is None else replace(self._sampler, size=self._length).steps
+        return None if self._length is None else replace(self._passes, size=self._length).steps
 
     @property
     def single(self) -> str:
         """See :class:`TrainLoader`; of a stream of unknown length not that of its last step."""
-        return replace(self._sampler, size=self._length or self._sampler.batch).single
+        return replace(self._passes, size=self._length or self._passes.batch).single
 
     def batches(
         self, epoch: int, *, skip: int = 0, limit: int | None = None
@@ -318,8 +316,8 @@ class StreamTrainLoader:
 
     def sample_ids(self, epoch: int, step: int) -> list[int]:
         """See :class:`TrainLoader`."""
-        start = step * self._sampler.batch
-        end = start + self._sampler.batch
+        start = step * self._passes.batch
+        end = start + self._passes.batch
         return list(range(start, min(end, self._lengths.get(epoch, end))))
 
     def _identified_batches(
@@ -327,19 +325,19 @@ class StreamTrainLoader:
     ) -> Iterator[IdentifiedBatch]:
         from accelerate.utils import send_to_device
 
-        batch_size = self._sampler.batch
+        batch_size = self._passes.batch
         samples = self._samples(epoch, skip * batch_size)
         for number in count(skip) if limit is None else range(skip, skip + limit):
             with preserve_random_state():  # the user's code may draw
                 step = list(islice(samples, batch_size))
-                sampler = replace(self._sampler, size=len(step))
-                parts = list(self._parts(step, sampler))
+                passes = replace(self._passes, size=len(step))
+                parts = list(self._parts(step, passes))
             if self._compares:
                 self._compares = False
                 refuse_different(digest([sample for _, sample in step]), self._ranks)
             ended = len(step) < batch_size
             self._check(epoch, number, len(step), ended, resumed=number == skip > 0)
-            for (batch, ids), micro_batch in zip(parts, sampler.micro_batches, strict=True):
+            for (batch, ids), micro_batch in zip(parts, passes.micro_batches, strict=True):
                 yield send_to_device(batch, self._device, non_blocking=True), micro_batch, ids
             if ended:
                 return
@@ -349,10 +347,10 @@ class StreamTrainLoader:
         set_epoch = getattr(self._data, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-        seed_sample(self._sampler.seed, epoch, -1)  # __iter__ may shuffle
+        seed_sample(self._seed, epoch, -1)  # __iter__ may shuffle
         stream = iter(self._data)
         for position in count():
-            seed_sample(self._sampler.seed, epoch, position)
+            seed_sample(self._seed, epoch, position)
             with noted(f"while loading sample {position} of the stream in epoch {epoch}"):
                 sample = next(stream, _END)
             if sample is _END:
@@ -361,13 +359,13 @@ class StreamTrainLoader:
                 yield position, sample
 
     def _parts(
-        self, step: list[tuple[int, Sample]], sampler: GlobalBatchSampler
+        self, step: list[tuple[int, Sample]], passes: Passes
     ) -> Iterator[tuple[Batch, list[int]]]:
         """This rank's batches of a step, with the positions of their samples (no stand-in's)."""
         import torch
 
-        order = iter(sampler.indices_of_rank(torch.arange(len(step))).tolist())
-        for micro_batch in sampler.micro_batches:
+        order = iter(passes.indices(torch.arange(len(step))).tolist())
+        for micro_batch in passes.micro_batches:
             rows = [step[i] for i in islice(order, micro_batch.rows)]
             ids = [position for position, _ in rows][: micro_batch.samples]
             with noted(f"while loading a batch of the samples {ids} of the stream"):
@@ -383,7 +381,7 @@ class StreamTrainLoader:
             ended: whether the stream has ended.
             resumed: whether this is the first step of a resumed epoch.
         """
-        samples = step * self._sampler.batch + size
+        samples = step * self._passes.batch + size
         if resumed and size == 0:
             return  # the epoch was done already, and its length is not known
         if ended:
@@ -402,7 +400,7 @@ class StreamTrainLoader:
                 allowed="a length that is the number of samples, or none",
                 do="correct its __len__, or remove it and set train.max_steps",
             )
-        check_steps(replace(self._sampler, size=samples))
+        check_steps(replace(self._passes, size=samples))
 
 
 def is_stream(data: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.worker.batch_slices import shard
-from nbtoolkit.worker.random_numbers import derive_seed, seed_generators
+from nbtoolkit.worker.random_numbers import seed_generators
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,37 +37,33 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlobalBatchSampler:
-    """The samples of one rank, in order.
+class Passes:
+    """How the samples of an epoch are cut into the forward passes of one rank.
 
     The global batches do not depend on the ranks or on gradient accumulation; only the cuts do::
 
-        permutation of (seed, epoch)   7 2 9 4 | 0 5 1 8 | 3 6    global batches of 4
-        rank 0 of 2                    7 2     | 0 5     | 3      a slice of each, cut into
-        rank 1 of 2                        9 4 |     1 8 |   6    micro-batches of ``micro``
+        order of the epoch    7 2 9 4 | 0 5 1 8 | 3 6    global batches of 4
+        rank 0 of 2           7 2     | 0 5     | 3      a slice of each, cut into
+        rank 1 of 2               9 4 |     1 8 |   6    micro-batches of ``micro``
 
     Attributes:
-        size: samples in the data set.
+        size: samples of an epoch.
         batch: samples of one optimizer step, over all ranks.
         micro: samples of one micro-batch of one rank; ``batch`` is a multiple of ``ranks * micro``.
-        seed: of the permutations.
         rank: this rank.
         ranks: the number of ranks.
         drop_last: leave out the last step if it is smaller than ``batch``.
         smallest: samples of a micro-batch at least, 1 or 2, where that is possible (:attr:`single`
             says where not).
-        order: the epoch -> its samples, in place of the permutation.
     """
 
     size: int
     batch: int
     micro: int
-    seed: int
     rank: int = 0
     ranks: int = 1
     drop_last: bool = False
     smallest: int = 1
-    order: Callable[[int], Tensor] | None = None
 
     @property
     def steps(self) -> int:
@@ -111,21 +107,12 @@ class GlobalBatchSampler:
             return steps * self._micro_batches_per_step
         return len(self.micro_batches)
 
-    def permutation(self, epoch: int) -> Tensor:
-        """All samples in the order of ``epoch``: int64 of shape (size,), a function of the seed."""
-        import torch
+    def indices(self, order: Tensor) -> Tensor:
+        """Return this rank's samples, of shape (sum of :attr:`sizes`,).
 
-        if self.order is not None:
-            return self.order(epoch)
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
-        return torch.randperm(self.size, generator=generator)
-
-    def indices(self, epoch: int) -> Tensor:
-        """This rank's samples of ``epoch``, of shape (sum of :attr:`sizes`,)."""
-        return self.indices_of_rank(self.permutation(epoch))
-
-    def indices_of_rank(self, order: Tensor) -> Tensor:
-        """This rank's part of all samples in ``order``, of shape (size,); see :meth:`indices`."""
+        Args:
+            order: the samples of all ranks, of shape (size,).
+        """
         import torch
 
         even = self.size - self.size % self.batch
@@ -134,12 +121,6 @@ class GlobalBatchSampler:
         low, high = self._share_of_rest(self.rank)
         stand_ins = [one.rows for one in self._uneven_step() if not one.samples]
         return torch.cat([slices, rest[low:high], *(rest[:rows] for rows in stand_ins)])
-
-    def step_ids(self, epoch: int, step: int) -> list[int]:
-        """The samples of all ranks in optimizer step ``step`` (from 0) of ``epoch``."""
-        if step >= self.steps:
-            return []
-        return self.permutation(epoch)[step * self.batch :][: self.batch].tolist()
 
     @property
     def _micro_batches_per_step(self) -> int:
@@ -188,26 +169,26 @@ class GlobalBatchSampler:
         return micro_batches
 
 
-def check_steps(sampler: GlobalBatchSampler) -> GlobalBatchSampler:
-    """Return ``sampler`` if an epoch of it has a step.
+def check_steps(passes: Passes) -> Passes:
+    """Return ``passes`` if an epoch of them has a step.
 
     Raises:
         FitError: the data set is empty, or ``drop_last`` leaves no step.
     """
-    if sampler.size == 0:
+    if passes.size == 0:
         raise FitError(
             "the training set is empty",
             allowed="one sample or more",
             do="check the split or the filter that made it",
         )
-    if sampler.steps == 0:
+    if passes.steps == 0:
         raise FitError(
-            f"train.drop_last leaves no step: the training set has {sampler.size} samples, fewer "
-            f"than the {sampler.batch} of one step",
+            f"train.drop_last leaves no step: the training set has {passes.size} samples, fewer "
+            f"than the {passes.batch} of one step",
             allowed="a whole batch or more, or train.drop_last: false",
             do="set train.drop_last: false, or a smaller train.batch_size",
         )
-    return sampler
+    return passes
 
 
 # --- random numbers of a sample ---
