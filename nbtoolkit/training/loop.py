@@ -326,7 +326,7 @@ class _Training:
             if state.stopped:
                 self._ctx.print(f"fit: stops after epoch {self._epoch}: {state.stopped}")
         better = state.end_epoch(values, train_step.steps_done)
-        train_step.observe(values[state.monitored], better)
+        train_step.end_epoch(values[state.monitored])
         if better and state.has_best:
             about = {"epoch": state.epoch, "values": values}
             best = strategy.gathered(train_step.weights())

@@ -23,7 +23,7 @@ from nbtoolkit.training.model import (
 from nbtoolkit.training.optim.averaging import make_averages
 from nbtoolkit.training.optim.loss_parameters import loss_parameters, trained_loss
 from nbtoolkit.training.optim.optimizer import GivenOptimizer, make_user_optimizer
-from nbtoolkit.training.optim.schedule import GivenSchedule, Schedule, make_user_schedule
+from nbtoolkit.training.optim.schedule import GivenSchedule, Schedule, make_schedule
 from nbtoolkit.training.optim.scheduled import ScheduledOptimizer
 from nbtoolkit.training.reduction import Computed, ReducedLoss, StepWeights
 from nbtoolkit.training.shapes import check_shapes
@@ -138,8 +138,13 @@ class TrainStep:
         """Make :attr:`scheduled`."""
         given = recipe.optimizer
         optimizer = make_user_optimizer(config, self.module, given, self.loss_module)
-        schedule = make_user_schedule(
-            config, given, recipe.schedule, steps=self.steps, factor=ctx.plan.lr_factor
+        schedule = make_schedule(
+            config,
+            optimizer,
+            recipe.schedule,
+            steps=self.steps,
+            factor=ctx.plan.lr_factor,
+            from_config=given is None or isinstance(given, type),
         )
         return ScheduledOptimizer(optimizer, schedule, ctx, config, self.strategy, self._names())
 
@@ -285,9 +290,9 @@ class TrainStep:
             self.averages.restore(state["averages"], source=source)
         self.steps_done = state["step"]
 
-    def observe(self, value: float, better: bool) -> None:
+    def end_epoch(self, value: float) -> None:
         """Report an epoch's monitored value to the schedule."""
-        self.schedule.observe(value, better)
+        self.schedule.end_epoch(value)
 
     def weights(self) -> State:
         """The weights that were evaluated, and those of a loss that is trained."""

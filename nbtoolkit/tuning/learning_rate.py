@@ -15,19 +15,35 @@ from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.errors import TuningError
 from nbtoolkit.launcher.train_function import Train
 from nbtoolkit.run.output import to_stdout
-from nbtoolkit.training.optim.schedule import RangeTest
+from nbtoolkit.training.optim.schedule import range_test
 from nbtoolkit.tuning.answer import FinderResult, Subject
 from nbtoolkit.tuning.probe import Probe, probe
 from nbtoolkit.views.figure import Chart, curves_chart
-
-DEFAULT = RangeTest(low=1e-6, high=1.0, total=100)
-"""The rates of the test."""
 
 _SMOOTHING = 0.9  # share of the mean before in the mean after a step
 _DIVERGED = 4.0  # times the lowest smoothed loss: the test ends
 _FIRST, _LAST = 10, 5  # points at the ends of the curve that are not suggested
 _FEWEST = 30  # steps of a test
 _LEAST_FALL = 0.01  # share of the first loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeTest:
+    """A rate that rises exponentially.
+
+    Attributes:
+        low: the learning rate of the first step.
+        high: the learning rate of the last step.
+        steps: optimizer steps.
+    """
+
+    low: float = 1e-6
+    high: float = 1.0
+    steps: int = 100
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of optimizer step ``step`` (from 0)."""
+        return self.high * range_test(self.low / self.high, self.steps)(step)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -76,9 +92,9 @@ def find_learning_rate(
     train: Train,
     config: ConfigLike = None,
     *,
-    low: float = DEFAULT.low,
-    high: float = DEFAULT.high,
-    steps: int = DEFAULT.total,
+    low: float = RangeTest.low,
+    high: float = RangeTest.high,
+    steps: int = RangeTest.steps,
     processes: int | None = None,
     force: bool = False,
 ) -> LearningRate:
@@ -117,10 +133,10 @@ def find_learning_rate(
             ``nb.fit`` and this configuration, or ``low``, ``high`` or ``steps`` is invalid.
         Exception: the exception of the training function.
     """
-    test = RangeTest(low=low, high=high, total=steps)
-    if not (0 < test.low < test.high and test.total >= _FEWEST):
+    test = RangeTest(low=low, high=high, steps=steps)
+    if not (0 < test.low < test.high and test.steps >= _FEWEST):
         raise TuningError(
-            f"a range test from {test.low:g} to {test.high:g} in {test.total} steps is impossible",
+            f"a range test from {test.low:g} to {test.high:g} in {test.steps} steps is impossible",
             allowed=f"0 < low < high, and at least {_FEWEST} steps",
             do="leave them out: low=1e-6, high=1.0, steps=100",
         )
@@ -148,7 +164,7 @@ def _measure(subject: Subject, test: RangeTest) -> LearningRate:
     result = probe(
         subject,
         settings,
-        steps=test.total,
+        steps=test.steps,
         enough=lambda found: diverged([step.loss for step in found.steps]),
     )
     if result.status == "out_of_memory":

@@ -19,7 +19,7 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import CheckpointError, FitError
 from nbtoolkit.training.loading.epoch_order import permutation
 from nbtoolkit.training.metrics import accuracy
-from nbtoolkit.training.optim.schedule import make_schedule
+from nbtoolkit.training.optim.schedule import warmup_and_decay
 from nbtoolkit.worker.context import RunContext
 
 
@@ -39,7 +39,7 @@ def another(tmp_path: Path) -> Run:
 def by_hand(model: nn.Module, config: Config) -> list[float]:
     """The loop one would write: returns each epoch's mean loss."""
     inputs, targets = samples(37)
-    schedule = make_schedule(config, steps=12, factor=1.0)
+    factor = warmup_and_decay(config, steps=12)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     losses, step = [], 0
     for epoch in (1, 2, 3):
@@ -48,7 +48,7 @@ def by_hand(model: nn.Module, config: Config) -> list[float]:
             loss = nn.functional.cross_entropy(model(inputs[rows]), targets[rows])
             optimizer.zero_grad()
             loss.backward()
-            optimizer.param_groups[0]["lr"] = schedule.rate(step)
+            optimizer.param_groups[0]["lr"] = config.optim.lr * factor(step)
             optimizer.step()
             total, step = total + loss.item() * len(rows), step + 1
         losses.append(total / 37)

@@ -27,6 +27,7 @@ from nbtoolkit.run.record import RunRecord
 from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import check_labels
 from nbtoolkit.training.model import find_blocks, first_compressed
+from nbtoolkit.training.optim.schedule import warmup_and_decay
 from nbtoolkit.training.step import Recipe, TrainStep
 from nbtoolkit.training.strategy import grad_norm
 from nbtoolkit.worker.channel import RecordChannel
@@ -418,24 +419,34 @@ def test_an_error_of_the_users_keeps_its_type_and_gets_the_step(make: Make) -> N
 
 
 def test_one_cycle_moves_momentum_and_groups_keep_their_scale(make: Make) -> None:
-    train_step = make(mlp(), {"optim.schedule": "one_cycle", "optim.momentum": 0.9})
-    train_step.optimizer.param_groups[0]["lr_scale"] = 0.5
-    for step in range(3):
+    optim = {
+        "schedule": "one_cycle",
+        "warmup_ratio": 0.5,
+        "momentum": 0.9,
+        "param_groups": [{"match": "*", "lr_scale": 0.5}],
+    }
+    train_step, seen = make(mlp(), {"optim": optim}), []
+    for _ in range(3):
         train_step.step(points(), WHOLE, measure_norm=False)
         group = train_step.optimizer.param_groups[0]
-        assert train_step.rate == train_step.schedule.rate(step)
         assert group["lr"] == 0.5 * train_step.rate
-        assert group["momentum"] == train_step.schedule.momentum(step)
+        seen.append((train_step.rate, group["momentum"]))
+    assert seen[0] == pytest.approx((0.004, 0.95))
+    assert [rate for rate, _ in seen] == sorted({rate for rate, _ in seen})
+    assert seen[-1][1] < seen[0][1]
 
 
 def test_a_state_brings_back_the_schedule(make: Make) -> None:
     overrides = {"optim.schedule": "plateau", "optim.plateau_patience": 1}
     train_step, fresh = make(mlp(), overrides), make(mlp(), overrides)
     train_step.step(points(), WHOLE, measure_norm=False)
-    train_step.schedule.observe(1.0, better=False)
+    for _ in range(2):
+        train_step.end_epoch(1.0)
     fresh.restore(train_step.state(), source="here")
     assert fresh.steps_done == 1
-    assert fresh.schedule.rate(9) == train_step.schedule.rate(9) == pytest.approx(0.01)
+    assert fresh.schedule.rate == train_step.schedule.rate == pytest.approx(0.01)
+    fresh.end_epoch(1.0)
+    assert fresh.schedule.rate == pytest.approx(0.001)
 
 
 def test_the_average_is_evaluated_saved_and_brought_back(make: Make) -> None:
@@ -464,7 +475,7 @@ def test_swas_own_learning_rate_goes_before_the_schedules(make: Make) -> None:
     for _ in range(20):
         train_step.step(points(), WHOLE, measure_norm=False)
         rates.append(train_step.optimizer.param_groups[0]["lr"])
-    assert rates[9] == train_step.schedule.rate(9)
+    assert rates[9] == 0.1 * warmup_and_decay(configured(overrides), steps=20)(9)
     assert rates[-5:] == [0.03] * 5
 
 

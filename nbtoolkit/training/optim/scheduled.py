@@ -84,11 +84,10 @@ class ScheduledOptimizer:
         self.parameters = [one for group in optimizer.param_groups for one in group["params"]]
         self._names = [named[parameter] for parameter in self.parameters]
         self.scaler = grad_scaler(ctx, config)
-        self.rate = float(optimizer.param_groups[0].get("lr", 0.0))
+        self.rate = schedule.rate
         self.norm: Tensor | None = None
         self._max_norm: float | None = config.train.max_grad_norm
         self._strategy, self._ranks = strategy, ctx.world_size
-        schedule.bind(optimizer)
 
     def apply(self, step: int, *, measure_norm: bool, rate: float | None = None) -> None:
         """Make optimizer step ``step`` (from 0) with the present gradients, clipped.
@@ -103,14 +102,13 @@ class ScheduledOptimizer:
             self.norm = self._strategy.clip(self.parameters, self._max_norm)
         elif measure_norm:
             self.norm = self._strategy.grad_norm(self.parameters)
-        if rate is None:
-            self.rate = self.schedule.apply(self.optimizer, step)
-        else:
-            self.rate = rate
-            set_rate(self.optimizer, rate, self.schedule.momentum(step))
+        self.schedule.begin_step(step)
+        if rate is not None:
+            set_rate(self.optimizer, rate)
+        self.rate = self.schedule.rate
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.schedule.advance()
+        self.schedule.end_step()
 
     def state(self) -> State:
         """What a resumed run needs besides the number of steps."""
