@@ -57,9 +57,8 @@ class Averages:
     about as well as the model's own statistics fit its own weights. Frozen weights are shared with
     the model; all other buffers (counters, masks, tables) are copied: their mean has no meaning.
 
-    The functions of ``torch.optim.swa_utils`` compute the mean, but this is no ``AveragedModel``,
-    which walks through the module in Python and averages counters, too: 41 us per step of a small
-    MLP on a CPU, here 11.
+    This is no ``torch.optim.swa_utils.AveragedModel``, which walks through the module in Python and
+    averages counters, too: 107 us per step of a small MLP on a CPU, here 10.
 
     Every rank keeps its own averages, and all are equal: so are the ranks' weights after each step.
 
@@ -139,15 +138,12 @@ class Averages:
         load_weights(state["weights"], self._copy, source=source)
         self.n_averaged, self._outdated = state["n_averaged"], True
 
-    def _average(self, average: Callable[[list[Tensor], list[Tensor], int], None]) -> None:
-        """Include the present weights in the mean; the first time they are the mean."""
+    def _average(self, share: float) -> None:
+        """Give the present weights this share in the mean; the first time they are the mean."""
         import torch
 
         with torch.no_grad():
-            if self.n_averaged == 0:
-                torch._foreach_copy_(self._means, self._weights)
-            else:
-                average(self._means, self._weights, self.n_averaged)
+            torch._foreach_lerp_(self._means, self._weights, share if self.n_averaged else 1.0)
         self.n_averaged += 1
         self._outdated = True
 
@@ -166,10 +162,8 @@ class Ema(Averages):
 
     def update(self) -> None:
         """See :meth:`Averages.update`."""
-        from torch.optim.swa_utils import get_ema_multi_avg_fn
-
         decay = min(self._decay, (1 + self.n_averaged) / (10 + self.n_averaged))
-        self._average(get_ema_multi_avg_fn(decay))
+        self._average(1 - decay)
 
 
 class Swa(Averages):
@@ -193,10 +187,8 @@ class Swa(Averages):
 
     def end_epoch(self, step: int) -> None:
         """See :meth:`Averages.end_epoch`."""
-        from torch.optim.swa_utils import get_swa_multi_avg_fn
-
         if step >= self._start:
-            self._average(get_swa_multi_avg_fn())
+            self._average(1 / (self.n_averaged + 1))
             self._stale_norms = self._has_norms
 
     def rate(self, step: int) -> float | None:
