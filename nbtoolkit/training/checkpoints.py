@@ -14,6 +14,7 @@ from nbtoolkit.errors import CheckpointError
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore, Kind, StoredCheckpoint
 from nbtoolkit.training.step import TrainStep
+from nbtoolkit.training.strategy import HostState
 from nbtoolkit.training.train_state import State
 from nbtoolkit.worker.collectives import broadcast
 
@@ -69,8 +70,7 @@ class CheckpointManager:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._write_best(now=True)
-        self._finish()
+        self.finish_writing()
 
     def due_by_steps(self, step: int) -> bool:
         """Whether a checkpoint is due after optimizer step ``step``; the same on all ranks."""
@@ -107,11 +107,15 @@ class CheckpointManager:
         if not self._on or position == self._saved or not self._ctx.is_main:
             return
         self._saved_at = time.monotonic()
-        self._write_best(now=True)
-        self._finish()
+        self.finish_writing()
         if self._best is None:  # else the state would name a best epoch that is not on disk
             self._saved = position
             self._writer.put("step", step, self._state_copy.update(parts()), about)
+
+    def finish_writing(self) -> None:
+        """Wait until everything kept so far is written; the memory of a written state is free."""
+        self._write_best(now=True)
+        self._finish()
 
     def keep_best(self, state: State, step: int, about: State) -> None:
         """Copy the best weights so far; they are on disk before the next :meth:`save` is.
@@ -215,6 +219,7 @@ class CheckpointManager:
         self._writer.wait()
         failure = self._writer.failure()
         if failure is None:
+            self._writing = None
             return
         kind, error = failure
         self._ctx.message(f"training continues without a checkpoint: {error}", level="warning")
@@ -290,7 +295,7 @@ class HostCopy:
     def update(self, state: Mapping[str, Any]) -> State:
         """Copy ``state`` (dicts, lists, tensors, plain values); overwrites the previous copy.
 
-        The only time that training waits for a checkpoint.
+        The only time that training waits for a checkpoint. A :class:`HostState` is not copied.
         """
         import torch
 
@@ -304,6 +309,8 @@ class HostCopy:
 
         if isinstance(value, torch.Tensor):
             return self._to_memory(value.detach(), where)
+        if isinstance(value, HostState):
+            return value
         if isinstance(value, Mapping):
             return {key: self._copy(item, f"{where}/{key}") for key, item in value.items()}
         if isinstance(value, (list, tuple)):

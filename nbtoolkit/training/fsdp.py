@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from nbtoolkit.errors import FitError, PlanError
 from nbtoolkit.training.model import batch_norms, broadcast_buffers, find_blocks, half_precision
-from nbtoolkit.training.strategy import Strategy, total_norm
+from nbtoolkit.training.strategy import HostState, Strategy, total_norm
 from nbtoolkit.worker.collectives import broadcast
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Fsdp(Strategy):
     def gathered(self, state: State) -> State:
         """See :meth:`Strategy.gathered`."""
         whole = gathered(state, keep=self._ctx.is_main)
-        return cast("State", whole) if self._ctx.is_main else {}
+        return cast("State", whole) if self._ctx.is_main else HostState()
 
     def load_on_all_ranks(self, module: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
         """See :meth:`Strategy.load_on_all_ranks`."""
@@ -331,17 +331,26 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
 def gathered(value: Any, *, keep: bool) -> Any:
     """A nested state with whole tensors on the CPU in place of sharded ones; a collective.
 
+    The ranks' device has one whole tensor at a time. The result shares no memory with ``value``.
+
     Args:
         value: dicts, lists, tuples, tensors and plain values; equal in structure on all ranks.
         keep: whether this rank needs the result; else its whole tensors are dropped at once.
     """
+    import torch
     from torch.distributed.tensor import DTensor
 
     if isinstance(value, DTensor):
         whole = _whole(value)
-        return whole.cpu() if keep else None
+        if not keep:
+            return None
+        # With a single shard, torch returns this rank's part itself.
+        alone = whole.data_ptr() == value.to_local().data_ptr()
+        return whole.to("cpu", copy=alone)
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True) if keep else None
     if isinstance(value, Mapping):
-        return {key: gathered(item, keep=keep) for key, item in value.items()}
+        return HostState({key: gathered(item, keep=keep) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
         items = [gathered(item, keep=keep) for item in value]
         return tuple(items) if isinstance(value, tuple) else items

@@ -451,12 +451,14 @@ class _Training:
             random_states: of all ranks, within an epoch; None at its end.
         """
         train_step, state = self._train_step, self._state
-        gathers = train_step.strategy.gathers and self._config.checkpoint.enabled
-        gathered = train_step.strategy.gathered(train_step.state()) if gathers else None
+        gathered: State | None = None
+        if train_step.strategy.gathers and self._config.checkpoint.enabled:
+            self._checkpoints.finish_writing()  # rank 0 then has the memory of one whole state
+            gathered = train_step.strategy.gathered(train_step.state())
 
         def make_parts() -> dict[str, State]:
             self._moment("on_save_checkpoint")
-            training = train_step.state() if gathered is None else gathered
+            training = dict(train_step.state() if gathered is None else gathered)
             model = training.pop("model")
             training |= {
                 "progress": state.state(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from nbtoolkit.errors import FitError, some_names
 from nbtoolkit.training.model import wrap_model
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from nbtoolkit.worker.context import RunContext
 
 _COMPILERS = ("torch._dynamo", "torch._inductor")
+
+
+class HostState(dict[str, Any]):
+    """A state in CPU memory that no training step changes: a checkpoint needs no copy of it."""
 
 
 class Strategy:
@@ -92,7 +96,10 @@ class Strategy:
         return nullcontext()
 
     def gathered(self, state: State) -> State:
-        """Return a training state as one process would have it; empty on other ranks than 0."""
+        """Return a training state as one process would have it.
+
+        If :attr:`gathers`, it is a :class:`HostState`, empty on other ranks than 0.
+        """
         return state
 
     def agreed(self, value: bool) -> bool:

@@ -25,6 +25,7 @@ from nbtoolkit.run.checkpoints.checkpoint_store import (
 )
 from nbtoolkit.run.checkpoints.weights import load_model
 from nbtoolkit.training.checkpoints import AsyncCheckpointWriter, HostCopy
+from nbtoolkit.training.strategy import HostState
 
 PARTS = {
     "model": {"weight": torch.arange(6.0)},
@@ -244,6 +245,13 @@ def test_a_snapshot_is_a_copy_and_uses_its_memory_again() -> None:
     second = snapshot.update({"a": [weight, {"b": (weight, 3)}], "c": "text"})
     assert second["a"][0].data_ptr() == first["a"][0].data_ptr()
     assert second["a"][0].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_snapshot_keeps_what_is_in_cpu_memory_for_it_already() -> None:
+    whole, mine = torch.zeros(4), torch.zeros(4)
+    snapshot = HostCopy().update({"model": HostState(weight=whole), "more": mine})
+    assert snapshot["model"]["weight"] is whole
+    assert snapshot["more"] is not mine
 
 
 def test_a_snapshot_of_a_part_of_a_tensor_saves_that_part_alone(store: CheckpointStore) -> None:

@@ -26,7 +26,7 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.integrations.support import check_strategy
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
 from nbtoolkit.search.slots import make_slots
-from nbtoolkit.training.fsdp import prepare_optimizer
+from nbtoolkit.training.fsdp import ShardedModule, gathered, prepare_optimizer
 from nbtoolkit.training.optim.scheduled import by_name, by_number
 from nbtoolkit.worker.context import RunContext
 from nbtoolkit.worker.prepare import make_accelerator
@@ -296,6 +296,33 @@ def test_a_scaler_divides_the_gradients_of_an_optimizer_that_is_no_longer_fused(
     scaler.scale(model(torch.ones(1, 2)).sum()).backward()
     scaler.step(optimizer)
     torch.testing.assert_close(model.weight.detach(), before - 0.5)
+
+
+def gathers_then_trains(config: Config, ctx: RunContext) -> Any:
+    """The whole state of a sharded model before and after its parameters and buffers change."""
+    states = []
+    for replicas in (1, ctx.world_size):  # as replicas, each rank has a single shard: all rows
+        ctx.plan = replace(ctx.plan, fsdp={**ctx.plan.fsdp, "replicas": replicas})
+        model = nn.Sequential(Net(), nn.BatchNorm1d(3))
+        ShardedModule(ctx, model)
+        whole = gathered(model.state_dict(), keep=True)
+        before = {name: value.clone() for name, value in whole.items()}
+        with torch.no_grad():
+            for value in (*model.parameters(), *model.buffers()):
+                value.fill_(7)
+        states.append((before, whole))
+    return states
+
+
+def test_a_gathered_state_does_not_change_with_the_training(tmp_path: Path) -> None:
+    result = launch(gathers_then_trains, settings(tmp_path, **FSDP))
+    for states in result.values:
+        for before, whole in states:
+            expected = nn.Sequential(Net(), nn.BatchNorm1d(3)).state_dict()
+            assert {name: value.shape for name, value in whole.items()} == {
+                name: value.shape for name, value in expected.items()
+            }
+            close(whole, before, atol=0)
 
 
 def goes_on(config: Config, ctx: RunContext) -> Any:
