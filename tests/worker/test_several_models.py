@@ -61,7 +61,7 @@ def test_the_pages_gan_is_killed_and_resumed(tmp_path: Path, victim: int) -> Non
         "runtime.output_dir": str(tmp_path),
         "runtime.restarts": 0,
     }
-    launched = {"config": settings, "processes": 2, "display": "off"}
+    launched: dict[str, Any] = {"config": settings, "processes": 2, "display": "off"}
     whole = nb.launch(names["dcgan"], **launched, resume="never")
     dying = killed_once(names["dcgan"], victim)
     with pytest.raises(WorkerDied):
