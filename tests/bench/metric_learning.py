@@ -31,7 +31,7 @@ def gathers(config: Any, ctx: Any) -> float:
     import torch
     from torch.utils.data import TensorDataset
 
-    from nbtoolkit.tasks.retrieval import gather_embeddings
+    from nbtoolkit.extras.metric_learning.retrieval import gather_embeddings
 
     numbers, labels = torch.arange(float(ROWS))[:, None], torch.arange(ROWS)
     model = torch.nn.Linear(1, WIDTH)
@@ -58,7 +58,7 @@ def trains(config: Any, ctx: Any) -> list[float]:
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from nbtoolkit.tasks import contrastive
+    from nbtoolkit.extras.metric_learning import contrastive
 
     torch.set_num_threads(1)
     rows = BATCH // ctx.world_size
@@ -91,7 +91,7 @@ def trains(config: Any, ctx: Any) -> list[float]:
 
 def scores() -> list[float]:
     """Accuracy of two stages, and of direct classification with as many epochs, for three seeds."""
-    from nbtoolkit.tasks.metric_learning import train
+    from nbtoolkit.extras.metric_learning import train
 
     found = []
     direct = {"stages": [2], "stage2.train.epochs": 30, "stage2.optim.lr": 3e-3}

@@ -98,7 +98,7 @@ def test_it_learns_over_nccl(strategy: str, more: dict[str, Any], tmp_path: Path
 
 def test_a_contrastive_loss_sees_the_embeddings_of_both_ranks(tmp_path: Path) -> None:
     code = """
-    from nbtoolkit.tasks import metric_learning
+    from nbtoolkit.extras import metric_learning
 
     stages = {"model.stage1": {"train": {"epochs": 6}, "optim": {"lr": 3e-3}}}
     more = {**settings, **stages, "train.precision": "fp32"}

@@ -272,7 +272,7 @@ def test_averaged_weights_are_resumed_exactly(kind: str, tmp_path: Path) -> None
 
 def test_both_stages_of_metric_learning_train_on_the_gpu(tmp_path: Path) -> None:
     code = """
-    from nbtoolkit.tasks import metric_learning
+    from nbtoolkit.extras import metric_learning
 
     stages = {"model.stage1": {"train": {"epochs": 6}, "optim": {"lr": 3e-3}}}
     base = nb.load_config(METRIC_LEARNING, env=None)

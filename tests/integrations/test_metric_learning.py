@@ -17,11 +17,16 @@ from torch import Tensor, nn
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import ConfigError
-from nbtoolkit.tasks import metric_learning
-from nbtoolkit.tasks.contrastive import metric_loss, supervised_contrastive_loss
-from nbtoolkit.tasks.encoders import EncoderSpec, make_encoder, make_named, make_transforms
-from nbtoolkit.tasks.images import Images
-from nbtoolkit.tasks.metric_learning import embed
+from nbtoolkit.extras import metric_learning
+from nbtoolkit.extras.metric_learning import embed
+from nbtoolkit.extras.metric_learning.contrastive import metric_loss, supervised_contrastive_loss
+from nbtoolkit.extras.metric_learning.encoders import (
+    EncoderSpec,
+    make_encoder,
+    make_named,
+    make_transforms,
+)
+from nbtoolkit.extras.metric_learning.images import Images
 from nbtoolkit.training.loading.loader import make_train_loader
 from nbtoolkit.worker.context import RunContext
 

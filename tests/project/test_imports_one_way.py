@@ -56,6 +56,8 @@ LAYERS = (
     "__main__",
     # Nothing imports these: each is for those who have its framework.
     "integrations",
+    # What may be deleted: nothing imports it either.
+    "extras",
 )
 
 # Loading one of these loads none that comes later: the way of the data of a launch.

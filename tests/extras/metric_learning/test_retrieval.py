@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.tasks import retrieval
-from nbtoolkit.tasks.retrieval import gather_embeddings, retrieval_scores
+from nbtoolkit.extras.metric_learning import retrieval
+from nbtoolkit.extras.metric_learning.retrieval import gather_embeddings, retrieval_scores
 from nbtoolkit.worker.context import RunContext
 
 # --- scores ---

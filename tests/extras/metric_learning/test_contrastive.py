@@ -14,8 +14,12 @@ from torch import Tensor, nn
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.tasks import contrastive
-from nbtoolkit.tasks.contrastive import NO_POSITIVES, metric_loss, supervised_contrastive_loss
+from nbtoolkit.extras.metric_learning import contrastive
+from nbtoolkit.extras.metric_learning.contrastive import (
+    NO_POSITIVES,
+    metric_loss,
+    supervised_contrastive_loss,
+)
 from nbtoolkit.training.loading.epoch_order import permutation
 from nbtoolkit.worker.context import RunContext
 

@@ -14,7 +14,7 @@ from feeds import contexts
 from PIL import Image
 
 from nbtoolkit.errors import FitError, FoldError
-from nbtoolkit.tasks.images import Images, decode, from_folder, from_table, split
+from nbtoolkit.extras.metric_learning.images import Images, decode, from_folder, from_table, split
 from nbtoolkit.training.loading.loader import make_train_loader
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError, WorkerDied
-from nbtoolkit.tasks.contrastive import ClassBalanced, supervised_contrastive_loss
+from nbtoolkit.extras.metric_learning.contrastive import ClassBalanced, supervised_contrastive_loss
 from nbtoolkit.training.loading.sampler import read_samples
 from nbtoolkit.worker.context import RunContext
 

@@ -116,7 +116,7 @@ def across_ranks(loss: PairLoss, embeddings: Tensor, labels: Tensor) -> Tensor:
 
     Under ``torch.no_grad``, as in the validation, it takes this rank's rows only: there the ranks
     may have different numbers of batches. Scores of a whole validation set are in
-    :mod:`nbtoolkit.tasks.retrieval`.
+    :mod:`nbtoolkit.extras.metric_learning.retrieval`.
 
     Args:
         loss: of all rows: float32 (n, d), int64 (n,) -> a scalar. It draws no random numbers.

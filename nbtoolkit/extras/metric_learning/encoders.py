@@ -18,7 +18,7 @@ from torch.nn import functional
 from nbtoolkit.errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:
-    from nbtoolkit.tasks.images import Transform
+    from nbtoolkit.extras.metric_learning.images import Transform
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,20 @@ from PIL import Image
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError, MissingExtra, WorkerDied
-from nbtoolkit.tasks import images, metric_learning
-from nbtoolkit.tasks.encoders import Augment, EncoderSpec, make_encoder, make_named, make_transforms
-from nbtoolkit.tasks.images import Images, decode, split
-from nbtoolkit.tasks.metric_learning import load_encoder, stage_config
-from nbtoolkit.tasks.retrieval import retrieval_scores
+from nbtoolkit.extras import metric_learning
+from nbtoolkit.extras.metric_learning import images, two_stages
+from nbtoolkit.extras.metric_learning.encoders import (
+    Augment,
+    EncoderSpec,
+    make_encoder,
+    make_named,
+    make_transforms,
+)
+from nbtoolkit.extras.metric_learning.images import Images, decode, split
+from nbtoolkit.extras.metric_learning.retrieval import retrieval_scores
+from nbtoolkit.extras.metric_learning.two_stages import load_encoder, stage_config
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def config_of(folder: Path, *, epochs: tuple[int, int] = (1, 1), **overrides: Any) -> Config:
@@ -217,12 +224,12 @@ def test_files_are_decoded_once_until_one_changes(
     (ctx,) = contexts(tmp_path / "run", runtime__output_dir=str(tmp_path))
     for expected in (30, 0):
         decoded.clear()
-        parts = metric_learning._parts(metric_learning.load_images(config), config, ctx)
+        parts = two_stages._parts(metric_learning.load_images(config), config, ctx)
         assert sum(map(len, parts)) == 29
         assert str(file) not in [*parts[0].items, *parts[1].items]
         assert len(decoded) == expected
     file.write_bytes(whole)
-    parts = metric_learning._parts(metric_learning.load_images(config), config, ctx)
+    parts = two_stages._parts(metric_learning.load_images(config), config, ctx)
     assert sum(map(len, parts)) == len(decoded) == 30
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError, some_names
+from nbtoolkit.extras.metric_learning.images import Images, from_folder, from_table, split
 from nbtoolkit.run.checkpoints.checkpoint_store import read_state, write_state
 from nbtoolkit.run.checkpoints.weights import load_weights
 from nbtoolkit.run.paths import atomic_file
 from nbtoolkit.tasks import digits
-from nbtoolkit.tasks.images import Images, from_folder, from_table, split
 from nbtoolkit.training.callbacks import Callback, FitState
 from nbtoolkit.training.evaluation import predict
 from nbtoolkit.training.loop import fit
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.tasks.contrastive import PairLoss
-    from nbtoolkit.tasks.encoders import EncoderSpec
+    from nbtoolkit.extras.metric_learning.contrastive import PairLoss
+    from nbtoolkit.extras.metric_learning.encoders import EncoderSpec
     from nbtoolkit.worker.context import RunContext
 
     Vectors = NDArray[np.float32]
@@ -60,7 +60,7 @@ def train(config: Config, ctx: RunContext) -> dict[str, object]:
     """
     import torch
 
-    from nbtoolkit.tasks import encoders
+    from nbtoolkit.extras.metric_learning import encoders
 
     knobs, stages = config.model, tuple(config.model.get("stages", (1, 2)))
     if stages not in ((1,), (2,), (1, 2)):
@@ -186,8 +186,12 @@ def _check_classes(training: Images, valid: Images, stages: tuple[int, ...]) -> 
 def _stage_1(
     ctx: RunContext, config: Config, encoder: torch.nn.Module, training: Images, valid: Images
 ) -> dict[str, float]:
-    from nbtoolkit.tasks.contrastive import ClassBalanced, metric_loss, supervised_contrastive_loss
-    from nbtoolkit.tasks.encoders import make_named, make_projector
+    from nbtoolkit.extras.metric_learning.contrastive import (
+        ClassBalanced,
+        metric_loss,
+        supervised_contrastive_loss,
+    )
+    from nbtoolkit.extras.metric_learning.encoders import make_named, make_projector
 
     knobs = config.model
     width, size = knobs.get("embedding_size", 128), knobs.get("projection_size", 64)
@@ -217,7 +221,7 @@ class RetrievalScores(Callback):
         """Embed on all ranks, score on the main one, whose values count."""
         import torch
 
-        from nbtoolkit.tasks.retrieval import gather_embeddings, retrieval_scores
+        from nbtoolkit.extras.metric_learning.retrieval import gather_embeddings, retrieval_scores
 
         width = int(state.ctx.config.model.get("embedding_size", 128))
 
@@ -279,7 +283,7 @@ def load_encoder(path: str | os.PathLike[str]) -> TrainedEncoder:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    from nbtoolkit.tasks.encoders import EncoderSpec, make_classifier, make_encoder
+    from nbtoolkit.extras.metric_learning.encoders import EncoderSpec, make_classifier, make_encoder
 
     file = Path(path).expanduser()
     file = file / ENCODER if file.is_dir() else file
@@ -287,7 +291,7 @@ def load_encoder(path: str | os.PathLike[str]) -> TrainedEncoder:
     if state.get("format") != _FORMAT:
         raise CheckpointError(
             f"{file} is no encoder of metric_learning, it has {', '.join(map(str, state))}",
-            allowed=f"the folder of a run of nbtoolkit.tasks.metric_learning, or its {ENCODER}",
+            allowed=f"the folder of a run of nbtoolkit.extras.metric_learning, or its {ENCODER}",
             do="correct model.checkpoint, or train stage 1: model.checkpoint: null",
         )
     own = EncoderSpec(**state["spec"])
