@@ -46,6 +46,7 @@ from nbtoolkit.run.checkpoints.weights import load_model as load_model
 from nbtoolkit.search.sweep import sweep as sweep
 from nbtoolkit.search.sweep_result import SweepHandle as SweepHandle
 from nbtoolkit.search.sweep_result import SweepResult as SweepResult
+from nbtoolkit.training.all_rows import all_rows as all_rows
 from nbtoolkit.training.callbacks import Callback as Callback
 from nbtoolkit.training.callbacks import FitState as FitState
 from nbtoolkit.training.evaluation import predict as predict

@@ -114,9 +114,8 @@ def fit(
             rank without gradient accumulation, the loss is what it returns. Else ``fit`` checks
             with the first batch that it is one of these. The gradients and reported losses are then
             the same as if one device computed the loss of the whole batch. For a loss that compares
-            the samples of a batch, ``metric_loss`` of
-            :mod:`nbtoolkit.extras.metric_learning.contrastive` gives it the samples of all ranks.
-            If ``train.loss_reduction`` is ``batch``, any other loss is allowed.
+            the samples of a batch, :func:`nbtoolkit.all_rows` gives it the samples of all ranks. If
+            ``train.loss_reduction`` is ``batch``, any other loss is allowed.
         metrics: a list of metrics, or a dict whose keys are their names. A metric is
             a name (``"accuracy"``, ``"rmse"``, ``"f1_macro"``, ``"roc_auc"``, ... ; an unknown one
             lists them), a function ``(outputs, targets)`` that returns a mean over the batch, a

@@ -344,9 +344,9 @@ def _not_in_parts(why: str) -> FitError:
     return FitError(
         "the loss of a batch does not follow from the losses of its parts, so it would depend on "
         f"the number of devices: {why}",
-        allowed=f"{ALLOWED}; or a loss of whole batches (Dice, contrastive) with "
-        "train.loss_reduction: batch, which depends on the number of ranks",
+        allowed=f"{ALLOWED}; nb.all_rows(loss) for a loss that compares samples; or a loss of "
+        "whole batches with train.loss_reduction: batch, which depends on the number of ranks",
         do="return one loss for each sample, or, with a mask or weights, "
-        "((losses * mask).sum(), mask.sum()); for a loss of whole batches set "
-        "train.loss_reduction: batch",
+        "((losses * mask).sum(), mask.sum()); for a loss that compares samples (contrastive, Dice) "
+        "pass nb.all_rows(loss); for another loss of whole batches set train.loss_reduction: batch",
     )

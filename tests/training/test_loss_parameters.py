@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import StepLR
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.extras.metric_learning.contrastive import metric_loss
 from nbtoolkit.training.loading.epoch_order import permutation
 from nbtoolkit.worker.context import RunContext
 
@@ -149,7 +148,7 @@ def on_ranks(config: Config, ctx: RunContext) -> dict[str, Any]:
     values = nb.fit(ctx, config, model_of(), samples(37), samples(11, seed=1), loss=loss)
     rows = Centres()
     model = model_of()
-    nb.fit(ctx, config, model, samples(37), None, loss=metric_loss(rows))
+    nb.fit(ctx, config, model, samples(37), None, loss=nb.all_rows(rows))
     parts = {"loss": loss, "rows": rows, "model": model}
     states = {name: {k: v.tolist() for k, v in m.state_dict().items()} for name, m in parts.items()}
     return {"values": values, **states}
