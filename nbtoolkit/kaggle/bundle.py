@@ -27,7 +27,7 @@ from nbtoolkit.run.paths import write_json
 if TYPE_CHECKING:
     from packaging.version import Version
 
-EXTRAS = ("training", "tracking", "search", "notebooks", "panel", "cli")
+EXTRAS = ("training", "tracking", "search", "notebooks", "panel", "cli", "metric-learning")
 """The extras that the shipped notebooks and the command line need."""
 
 # A host has its own torch, for its GPUs; another one is several GB and may not run there.

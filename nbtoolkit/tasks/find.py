@@ -11,6 +11,9 @@ from typing import Any
 
 from nbtoolkit.errors import ConfigError
 
+EXTRAS = ("nbtoolkit.extras.metric_learning",)
+"""The modules with tasks that may be deleted. The core names them only here."""
+
 
 def find_task(name: str) -> Callable[..., object]:
     """Import a training function.
@@ -80,10 +83,13 @@ def _import(path: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise  # the module exists, but not one that it imports
+        do = "call from the folder with the module, or install its package"
+        if path in EXTRAS:
+            do = "install the whole of nbtoolkit: this copy is without its extras"
         raise ConfigError(
             f"task is {name!r}, and there is no module {error.name!r}",
             allowed='"package.module:function", importable from the working directory or installed',
-            do="call from the folder with the module, or install its package",
+            do=do,
         ) from error
 
 

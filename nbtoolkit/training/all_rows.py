@@ -58,12 +58,12 @@ def _of_all_ranks(loss: RowsLoss, outputs: Tensor, targets: Tensor) -> Tensor:
     training_pass.whole_batch = gathers
     samples = training_pass.samples
     # The row of a stand-in, which a rank without samples passes, must not count.
-    own = 0 if gathers and samples == 0 else len(outputs)
+    counted = 0 if gathers and samples == 0 else len(outputs)
     ranks = dist.get_world_size() if gathers and dist.is_initialized() else 1
     with torch.autocast(outputs.device.type, enabled=False):
         # A slice is a tensor of its own: the hook below scales no other use of the outputs.
-        rows = outputs[:own].float()
-        labels = targets[:own].to(rows.device)
+        rows = outputs[:counted].float()
+        labels = targets[:counted].to(rows.device)
         sizes = _sizes(rows, ranks)
         if ranks == 1:
             return loss(rows, labels)
@@ -72,10 +72,10 @@ def _of_all_ranks(loss: RowsLoss, outputs: Tensor, targets: Tensor) -> Tensor:
         value = loss(torch.cat(parts), torch.cat(_gather(labels, sizes)))
         # fit weights a pass by its share of the samples; DDP alone takes the mean over the ranks.
         # The parameters of the loss have their whole gradient on each rank.
-        factor = ranks if samples is None else sum(sizes) / max(own, 1)
+        factor = ranks if samples is None else sum(sizes) / max(counted, 1)
         if rows.requires_grad:
             rows.register_hook(lambda gradient: gradient * factor)
-        if own == 0:
+        if counted == 0:
             # The other ranks wait for the gradients of this rank's model.
             value = value + outputs.float().sum() * 0
         return value

@@ -35,10 +35,14 @@ def gathers(config: Any, ctx: Any) -> float:
 
     numbers, labels = torch.arange(float(ROWS))[:, None], torch.arange(ROWS)
     model = torch.nn.Linear(1, WIDTH)
-    gather_embeddings(ctx, model, TensorDataset(numbers[:1], labels[:1]))  # imports
+
+    def step(model: Any, batch: Any) -> tuple[Any, Any]:
+        return model(batch[0]), batch[1]
+
+    gather_embeddings(ctx, model, TensorDataset(numbers[:1], labels[:1]), step=step)  # imports
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = kilobytes("VmRSS")
-    result = gather_embeddings(ctx, model, TensorDataset(numbers, labels))
+    result = gather_embeddings(ctx, model, TensorDataset(numbers, labels), step=step)
     assert (result is not None) == ctx.is_main
     return (kilobytes("VmHWM") - before) * 1024 / (ROWS * WIDTH * 4)
 
@@ -56,9 +60,8 @@ def encoder() -> Any:
 def trains(config: Any, ctx: Any) -> list[float]:
     """Throughput with the gathered loss / without, in pairs of rounds."""
     import torch
+    from pytorch_metric_learning.losses import SupConLoss
     from torch.nn.parallel import DistributedDataParallel
-
-    from nbtoolkit.extras.metric_learning import contrastive
 
     torch.set_num_threads(1)
     rows = BATCH // ctx.world_size
@@ -67,14 +70,14 @@ def trains(config: Any, ctx: Any) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     images, labels = images.to(ctx.device), labels.to(ctx.device)
 
+    contrast = SupConLoss()
+    of_all_ranks = nb.all_rows(contrast)
+
     def seconds(gather: bool) -> float:
         torch.distributed.barrier()
         start = time.perf_counter()
         for _ in range(STEPS):
-            if gather:
-                loss = contrastive.supervised_contrastive_loss(model(images), labels)
-            else:
-                loss = contrastive._l_out(model(images), labels, 0.1)
+            loss = (of_all_ranks if gather else contrast)(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

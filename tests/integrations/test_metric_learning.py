@@ -1,10 +1,9 @@
-"""Losses of pytorch-metric-learning, encoders of timm, transforms of torchvision."""
+"""The two stages of metric learning with encoders of timm and transforms of torchvision."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,89 +11,18 @@ import torch
 from feeds import contexts
 from frameworks import needs
 from PIL import Image
-from torch import Tensor, nn
 
 import nbtoolkit as nb
-from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.extras import metric_learning
 from nbtoolkit.extras.metric_learning import embed
-from nbtoolkit.extras.metric_learning.contrastive import metric_loss, supervised_contrastive_loss
 from nbtoolkit.extras.metric_learning.encoders import (
     EncoderSpec,
     make_encoder,
-    make_named,
     make_transforms,
 )
 from nbtoolkit.extras.metric_learning.images import Images
 from nbtoolkit.training.loading.loader import make_train_loader
-from nbtoolkit.worker.context import RunContext
-
-losses = needs("pytorch_metric_learning")
-
-NAMES = ("TripletMarginLoss", "MultiSimilarityLoss", "CircleLoss", "NTXentLoss", "ArcFaceLoss")
-CENTRES = {"num_classes": 4, "embedding_size": 5}
-
-
-def points(size: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(size, 6, generator=generator)
-    return inputs, torch.randint(4, (size,), generator=generator)
-
-
-def named(name: str, **options: Any) -> Any:
-    path = f"pytorch_metric_learning.losses.{name}"
-    return make_named("model.loss", {"name": path, **options})
-
-
-def fitted(config: Config, ctx: RunContext) -> dict[str, Tensor]:
-    found = {}
-    for name in NAMES:
-        torch.manual_seed(0)
-        loss = metric_loss(named(name, **(CENTRES if name == "ArcFaceLoss" else {})))
-        model = nn.Linear(6, 5)
-        trained = [*model.parameters(), *(loss.args[0].parameters())]
-        start = nn.utils.parameters_to_vector(trained).detach().clone()
-        nb.fit(ctx, config, model, points(37), None, loss=loss)
-        found[name] = nn.utils.parameters_to_vector(trained).detach() - start
-    return found
-
-
-@losses
-def test_fit_trains_the_same_on_two_ranks(tmp_path: Path) -> None:
-    settings = {
-        "optim.name": "sgd",
-        "optim.lr": 0.1,
-        "train.epochs": 2,
-        "train.batch_size": 12,
-        "checkpoint.enabled": False,
-        "checkpoint.weights": "last",
-        "tracking.mlflow": False,
-        "runtime.output_dir": str(tmp_path),
-    }
-    config = nb.load_config(env=None, overrides=settings)
-    one, two = (nb.launch(fitted, config, processes=n, display="off").value for n in (1, 2))
-    for name, weights in one.items():
-        assert weights.abs().max() > 1e-3, name
-        torch.testing.assert_close(two[name], weights, atol=1e-5, rtol=0)
-
-
-@losses
-def test_the_supervised_contrastive_loss_is_theirs() -> None:
-    """Theirs is the mean over all anchors where each has a positive."""
-    inputs, labels = points(24)
-    theirs = metric_loss(named("SupConLoss", temperature=0.05))(inputs, labels)
-    ours = supervised_contrastive_loss(inputs, labels, temperature=0.05)
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
-@losses
-def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.loss: .*TripletMargin .*no attribute"):
-        named("TripletMargin")
-
-
-# --- in the two-stage task ---
 
 FLIPPED = [
     {"name": "torchvision.transforms.v2.RandomResizedCrop", "size": 16, "antialias": True},
@@ -138,7 +66,7 @@ def test_both_stages_with_all_three(tmp_path: Path) -> None:
         path = tmp_path / f"set/{'abc'[number % 3]}/{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels[number % 3, number // 3] + 70 * (number % 3)).save(path)
-    loss = {"name": "pytorch_metric_learning.losses.MultiSimilarityLoss", "alpha": 2.0}
+    loss = {"name": "MultiSimilarityLoss", "alpha": 2.0}
     stages = {f"model.stage{n}.train.epochs": 2 for n in (1, 2)}
     given = {
         "model.encoder": "timm/test_resnet",

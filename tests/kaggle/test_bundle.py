@@ -123,7 +123,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
 @pytest.mark.parametrize("host", ["kaggle", "colab"])
 def test_the_hosts_that_are_known_lack_little(host: str, own: Wheel, index: Index) -> None:
     """Each of these is there in a wheel that needs nothing; of others there is none."""
-    few = {"mlflow", "cmaes"}
+    few = {"mlflow", "cmaes", "pytorch-metric-learning"}
     if host == "colab":
         few |= {"ipywidgets", "optuna", "papermill", "torchmetrics"}
     for name in few:

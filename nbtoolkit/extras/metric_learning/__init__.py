@@ -5,9 +5,9 @@ Importing this package imports no torch.
 
 from __future__ import annotations
 
-from nbtoolkit.extras.metric_learning.two_stages import embed as embed
-from nbtoolkit.extras.metric_learning.two_stages import load_encoder as load_encoder
-from nbtoolkit.extras.metric_learning.two_stages import load_images as load_images
-from nbtoolkit.extras.metric_learning.two_stages import nearest as nearest
-from nbtoolkit.extras.metric_learning.two_stages import save_index as save_index
+from nbtoolkit.extras.metric_learning.images import load_images as load_images
+from nbtoolkit.extras.metric_learning.trained_encoder import embed as embed
+from nbtoolkit.extras.metric_learning.trained_encoder import load_encoder as load_encoder
+from nbtoolkit.extras.metric_learning.trained_encoder import nearest as nearest
+from nbtoolkit.extras.metric_learning.trained_encoder import save_index as save_index
 from nbtoolkit.extras.metric_learning.two_stages import train as train

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import FitError, FoldError, FoldWarning, MissingExtra
+from nbtoolkit.tasks import digits
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nbtoolkit.config.schema import Config
     from nbtoolkit.folds.folds import FoldKind
+    from nbtoolkit.worker.context import RunContext
 
 Transform: TypeAlias = "Callable[[Tensor], Tensor]"
 """An image, float32 of shape (channels, height, width) in 0..1 -> the model's input."""
@@ -82,16 +85,8 @@ class Images:
         groups = self.groups and tuple(self.groups[row] for row in rows)
         return replace(self, items=chosen, labels=self.labels[rows], groups=groups)
 
-    def files_key(self) -> str:
-        """Identify the files, if ``items`` are paths, by path, size and time of the last change."""
-        found = [
-            (path, os.stat(path)) for path in self.items if isinstance(path, (str, os.PathLike))
-        ]
-        lines = [f"{path} {one.st_size} {one.st_mtime_ns}\n" for path, one in found]
-        return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
-
     def damaged(self) -> dict[int, str]:
-        """Decode every file; returns the index of each one that fails, with the reason."""
+        """Decode every file, and return the index of each one that fails, with the reason."""
 
         def fault(index: int) -> str:
             try:
@@ -125,7 +120,7 @@ def decode(path: str, size: tuple[int, int] | None, channels: int) -> Tensor:
     except ImportError as error:
         raise MissingExtra(
             "image files are decoded by Pillow, which is not installed",
-            do=install_line("images"),
+            do=install_line("metric-learning"),
         ) from error
     try:
         with Image.open(path) as file:
@@ -146,10 +141,27 @@ def decode(path: str, size: tuple[int, int] | None, channels: int) -> Tensor:
 # --- sources ---
 
 
+def load_images(config: Config) -> Images:
+    """Return the images that ``data.folder`` or ``data.table`` names; without them the digits.
+
+    Raises:
+        FitError: they cannot be used.
+    """
+    data, side = config.data, config.data.get("size", 64)
+    pair = (side, side) if isinstance(side, int) else side and (side[0], side[1])
+    options: dict[str, Any] = {"size": pair, "channels": data.get("channels", 3)}
+    if "folder" in data:
+        return from_folder(data.folder, group_pattern=data.get("group_pattern"), **options)
+    if "table" in data:
+        return from_table(data.table, **options)
+    pixels, labels = digits.load()
+    return Images(pixels.reshape(-1, 1, 8, 8), labels, tuple("0123456789"), size=(8, 8), channels=1)
+
+
 def from_folder(
     root: str | os.PathLike[str], *, group_pattern: str | None = None, **options: Any
 ) -> Images:
-    """The images below ``root``, which has one folder per class, with their paths in sorted order.
+    """Return the images below ``root``, which has one folder per class, sorted by path.
 
     Args:
         root: the folder; each folder in it is a class, searched with all of its subfolders.
@@ -161,17 +173,19 @@ def from_folder(
         FitError: there is no such folder, a class is empty, or a path has no group.
     """
     top = Path(root).expanduser().absolute()
-    folders = [one for one in sorted(top.glob("*")) if one.is_dir() and one.name[0] != "."]
+    folders = [path for path in sorted(top.glob("*")) if path.is_dir() and path.name[0] != "."]
+    pattern = re.compile(group_pattern or "()")
     rows, faults = [], [] if folders else [f"{top} has no class"]
     for folder in folders:
-        files = sorted(one for one in folder.rglob("*") if one.suffix.lower() in SUFFIXES)
-        faults += [] if files else [f"{top} has no image of the class {folder.name!r}"]
+        files = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in SUFFIXES]
+        if not files:
+            faults.append(f"{top} has no image of the class {folder.name!r}")
         for file in files:
-            match = re.search(group_pattern or "()", os.path.relpath(file, top))
-            group = match[1] if match and match.re.groups else None
-            if group is None:
+            match = pattern.search(os.path.relpath(file, top))
+            if match is None or not pattern.groups:
                 faults.append(f"{file} has no group by data.group_pattern {group_pattern!r}")
-            rows.append({"path": str(file), "label": folder.name, "group": group})
+                break
+            rows.append({"path": str(file), "label": folder.name, "group": match[1]})
     if faults:
         raise FitError(
             faults[0],
@@ -179,64 +193,49 @@ def from_folder(
             "regular expression with a group, such as (patient_[0-9]+), found in every path",
             do="check data.folder and data.group_pattern, or remove the empty folder",
         )
-    return from_table(rows, group=None if group_pattern is None else "group", **options)
+    return _of_rows(rows, grouped=group_pattern is not None, **options)
 
 
-def from_table(
-    table: str | os.PathLike[str] | Sequence[Mapping[str, object]],
-    *,
-    root: str | os.PathLike[str] | None = None,
-    path: str = "path",
-    label: str = "label",
-    group: str | None = None,
-    **options: Any,
-) -> Images:
-    """The images that the rows of a table name. Labels become text; classes are sorted.
+def from_table(table: str | os.PathLike[str], **options: Any) -> Images:
+    """Return the images that a CSV file names. Labels become text; classes are sorted.
 
     Args:
-        table: a CSV file with a header, or rows (of a DataFrame: ``frame.to_dict("records")``).
-        root: the folder of relative paths; default: the CSV file's, or the working directory.
-        path: the column with the paths.
-        label: the column with the labels.
-        group: the column with the groups; None: no groups.
+        table: with a header and the columns ``path`` (relative to the table's folder), ``label``
+            and, optionally, ``group``.
         options: ``size``, ``channels`` and ``transforms`` of :class:`Images`.
 
     Raises:
-        FitError: the table is empty, or it, a column, a value or a file is missing (names the row).
+        FitError: the table has no rows, or a column, a value or a file is missing (names the row).
     """
-    import numpy as np
-    import torch
-
-    base, rows, faults = Path(root or ".").expanduser(), table, list[str]()
-    if isinstance(rows, (str, os.PathLike)):
-        file, rows = Path(rows).expanduser(), []
-        base = file.parent if root is None else base
-        if file.is_file():
-            with file.open(newline="", encoding="utf-8-sig") as opened:
-                rows = list(csv.DictReader(opened))
-        else:
-            faults.append(f"there is no table of images {file.absolute()}")
-    columns = [path, label, *([group] if group else [])]
-    faults += [] if rows else ["the table of images is empty"]
-    # NaN, of a DataFrame, differs from itself.
-    faults += [
-        f"row {number} of the table of images has no {column!r}"
-        for number, row in enumerate(rows)
-        for column in columns
-        if row.get(column) in (None, "") or row[column] != row[column]
-    ]
-    paths = [str((base / str(row.get(path))).absolute()) for row in rows]
-    if missing := [one for one in paths if not os.path.exists(one)]:
-        faults.append(f"{len(missing)} of {len(paths)} images are missing, such as {missing[0]}")
+    file = Path(table).expanduser().absolute()
+    with file.open(newline="", encoding="utf-8-sig") as opened:
+        rows = list(csv.DictReader(opened))
+    columns = [name for name in ("path", "label", "group") if rows and name in rows[0]]
+    faults = []
+    if not {"path", "label"} <= set(columns):
+        faults.append(f"{file} has no rows with a path and a label")
+    for number, row in enumerate(rows):
+        faults += [f"row {number} of {file} has no {name!r}" for name in columns if not row[name]]
+        row["path"] = str(file.parent / row.get("path", ""))
+        if not os.path.exists(row["path"]):
+            faults.append(f"row {number} of {file}: there is no file {row['path']}")
     if faults:
         raise FitError(
             faults[0],
-            allowed="a CSV file with a header, and a value in each row; paths of files, relative "
-            f"to the table's folder; the columns are {', '.join(rows[0]) if rows else '-'}",
-            do="correct data.table, data.columns ({path: ..., label: ...}) or data.root",
+            allowed="a CSV file with the columns path and label, perhaps group, and a value in "
+            "each row; paths of files, relative to the table's folder",
+            do="correct the file that data.table names",
         )
-    classes, labels = np.unique([str(row[label]) for row in rows], return_inverse=True)
-    groups = tuple(str(row[group]) for row in rows) if group else None
+    return _of_rows(rows, grouped="group" in columns, **options)
+
+
+def _of_rows(rows: Sequence[Mapping[str, str]], *, grouped: bool, **options: Any) -> Images:
+    import numpy as np
+    import torch
+
+    classes, labels = np.unique([row["label"] for row in rows], return_inverse=True)
+    groups = tuple(row["group"] for row in rows) if grouped else None
+    paths = [row["path"] for row in rows]
     return Images(paths, torch.from_numpy(labels), tuple(classes.tolist()), groups, **options)
 
 
@@ -287,3 +286,36 @@ def split(
         train = sorted([*train, *(i for i in valid if int(labels[i]) not in trained)])
         valid = [i for i in valid if int(labels[i]) in trained]
     return train, valid
+
+
+def leave_out_damaged(
+    ctx: RunContext, images: Images, parts: Sequence[Sequence[int]], *, allowed: bool
+) -> list[list[int]]:
+    """Return the indices in ``parts`` without those of damaged files.
+
+    Files that were decoded once are not decoded again, until their size or their time changes.
+
+    Args:
+        ctx: the run's context.
+        images: of all parts.
+        parts: indices.
+        allowed: ``data.skip_damaged``: warn about damaged files.
+
+    Raises:
+        FitError: there are damaged files, and ``allowed`` is false.
+    """
+    files = [os.fspath(item) for item in images.items if isinstance(item, (str, os.PathLike))]
+    states = [(path, os.stat(path)) for path in files]
+    lines = [f"{path} {state.st_size} {state.st_mtime_ns}\n" for path, state in states]
+    key = hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+    damaged = ctx.cached(f"damaged images of {key}", images.damaged) if files else {}
+    report = f"{len(damaged)} of {len(images)} images are damaged: {'; '.join(damaged.values())}"
+    if damaged and not allowed:
+        raise FitError(
+            report[:2000],
+            allowed="images that Pillow can decode",
+            do="replace them, or set data.skip_damaged: true",
+        )
+    if damaged and ctx.is_main:
+        ctx.message(f"left out: {report[:2000]}", level="warning")
+    return [[index for index in part if index not in damaged] for part in parts]

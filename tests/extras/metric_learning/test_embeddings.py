@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from nbtoolkit.extras.metric_learning import two_stages
+from nbtoolkit.extras.metric_learning import trained_encoder
 from nbtoolkit.extras.metric_learning.encoders import EncoderSpec, make_encoder
 from nbtoolkit.extras.metric_learning.images import Images
-from nbtoolkit.extras.metric_learning.two_stages import TrainedEncoder, embed, nearest, save_index
+from nbtoolkit.extras.metric_learning.trained_encoder import (
+    TrainedEncoder,
+    embed,
+    nearest,
+    save_index,
+)
 
 
 def some_images(count: int = 7) -> Images:
@@ -33,7 +38,7 @@ def test_embeddings_do_not_depend_on_the_batches_or_the_form() -> None:
 
 
 def test_nearest_is_that_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two_stages, "_BLOCK", 7)
+    monkeypatch.setattr(trained_encoder, "_BLOCK", 7)
     random = np.random.default_rng(0)
     vectors = random.normal(size=(50, 8)).astype(np.float32)
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)

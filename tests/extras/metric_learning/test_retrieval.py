@@ -51,18 +51,20 @@ def by_brute_force(vectors: Tensor, labels: Tensor, k: int) -> dict[str, float]:
     return dict(zip(("precision_at_1", "knn", "map"), means, strict=True))
 
 
-def test_scores_are_those_of_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("voters", [1, 5])
+def test_scores_are_those_of_brute_force(monkeypatch: pytest.MonkeyPatch, voters: int) -> None:
     monkeypatch.setattr(retrieval, "_PAIRS", 1000)  # many blocks
-    two = clusters(120, classes=2)  # no ties of an odd number of votes
-    assert retrieval_scores(*two, k=5) == pytest.approx(by_brute_force(*two, 5), abs=1e-6)
-    many = clusters(90, classes=12)
-    assert retrieval_scores(*many, k=1) == pytest.approx(by_brute_force(*many, 1), abs=1e-6)
+    monkeypatch.setattr(retrieval, "_VOTERS", voters)
+    # Two classes: no ties of an odd number of votes.
+    given = clusters(120, classes=2) if voters == 5 else clusters(90, classes=12)
+    assert retrieval_scores(*given) == pytest.approx(by_brute_force(*given, voters), abs=1e-6)
 
 
-def test_a_class_that_nobody_else_has_does_not_count() -> None:
+def test_a_class_that_nobody_else_has_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieval, "_VOTERS", 1)
     vectors, labels = clusters(60, classes=4)
     labels[7] = 2**40
-    found = retrieval_scores(vectors, labels, k=1)
+    found = retrieval_scores(vectors, labels)
     assert found == pytest.approx(by_brute_force(vectors, labels, 1), abs=1e-6)
 
 
@@ -71,7 +73,7 @@ def test_the_nearest_neighbour_decides_between_classes_with_equal_votes() -> Non
     vectors = torch.stack([angles.cos(), angles.sin()], dim=1)
     # The first one asks the other four, of which two have its class. Nobody else counts.
     for labels, right in (([2, 2, 1, 1, 2], 1), ([2, 1, 2, 2, 1], 0)):
-        votes = retrieval_scores(vectors, torch.tensor(labels), k=4)["knn"]
+        votes = retrieval_scores(vectors, torch.tensor(labels))["knn"]
         alone = by_votes(vectors, labels)
         assert alone[0] == right
         assert votes == pytest.approx(sum(alone) / 5)
@@ -90,32 +92,28 @@ def by_votes(vectors: Tensor, labels: list[int]) -> list[bool]:
 def test_equal_embeddings_find_each_other_and_not_themselves() -> None:
     vectors = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
     labels = torch.tensor([0, 1, 0, 1])
-    found = retrieval_scores(vectors, labels, k=1)
-    assert found == {"precision_at_1": 0, "knn": 0, "map": pytest.approx(1 / 3)}
+    found = retrieval_scores(vectors, labels)
+    assert found["precision_at_1"] == 0
+    assert found["map"] == pytest.approx(1 / 3)
 
 
 def test_ties_count_as_in_scikit_learn() -> None:
     vectors, labels = clusters(30, classes=3)
     vectors[10:20] = vectors[:10]
-    found = retrieval_scores(vectors, labels, k=1)["map"]
+    found = retrieval_scores(vectors, labels)["map"]
     assert found == pytest.approx(by_brute_force(vectors, labels, 1)["map"], abs=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("vectors", "labels", "k", "what"),
+    ("vectors", "labels", "what"),
     [
-        (torch.tensor([[1.0], [torch.nan]]), [0, 0], 1, "1 of 2 embeddings are NaN"),
-        (torch.ones(3, 2, 2), [0, 0, 0], 1, r"shape \(3, 2, 2\)[\s\S]*flatten"),
-        (torch.ones(0, 2), [], 1, "k is 1, and there are 0 embeddings"),
-        (torch.ones(3, 2), [0, 0, 0], 3, "k is 3, and there are 3 embeddings"),
-        (torch.ones(3, 2), [0, 1, 2], 1, "each of 3 embeddings is the only one of its class"),
+        (torch.tensor([[1.0], [torch.nan]]), [0, 0], "1 of 2 embeddings are NaN"),
+        (torch.ones(3, 2), [0, 1, 2], "each of 3 embeddings is the only one of its class"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(
-    vectors: Tensor, labels: list[int], k: int, what: str
-) -> None:
+def test_what_cannot_be_scored_is_refused(vectors: Tensor, labels: list[int], what: str) -> None:
     with pytest.raises(FitError, match=what):
-        retrieval_scores(vectors, torch.tensor(labels), k=k)
+        retrieval_scores(vectors, torch.tensor(labels))
 
 
 # --- gathering ---
@@ -129,6 +127,10 @@ class Wide(nn.Module):
         return numbers + torch.arange(512.0)
 
 
+def pairs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return model(batch[0]), batch[1]
+
+
 def gathered(config: Config, ctx: RunContext) -> dict[str, Any]:
     retrieval._BLOCK = 40  # rows gathered at a time
     numbers = torch.arange(131.0)[:, None]
@@ -138,14 +140,14 @@ def gathered(config: Config, ctx: RunContext) -> dict[str, Any]:
     }
     model, found = Wide().train(), {}
     for name, data in sets.items():
-        result = gather_embeddings(ctx, model, TensorDataset(*data))
+        result = gather_embeddings(ctx, model, TensorDataset(*data), step=pairs)
         assert (result is not None) == ctx.is_main
         if result is not None:
             vectors, labels = result
             found[name] = vectors[:, 0].tolist(), labels.tolist(), vectors.shape
     assert model.training
     with pytest.raises(FitError, match="the prediction set is empty"):
-        gather_embeddings(ctx, model, TensorDataset(numbers[:0]))
+        gather_embeddings(ctx, model, TensorDataset(numbers[:0]), step=pairs)
     return found
 
 
@@ -169,10 +171,10 @@ def kilobytes(name: str) -> int:
 def measured(config: Config, ctx: RunContext) -> float:
     """The peak of this rank's memory while it gathers, less what it had before, in full copies."""
     numbers, labels = torch.arange(100_000.0)[:, None], torch.arange(100_000)
-    gather_embeddings(ctx, Wide(), TensorDataset(numbers[:1], labels[:1]))  # imports
+    gather_embeddings(ctx, Wide(), TensorDataset(numbers[:1], labels[:1]), step=pairs)  # imports
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     before = kilobytes("VmRSS")
-    result = gather_embeddings(ctx, Wide(), TensorDataset(numbers, labels))
+    result = gather_embeddings(ctx, Wide(), TensorDataset(numbers, labels), step=pairs)
     assert result is None or result[0].shape == (100_000, 512)
     return (kilobytes("VmHWM") - before) * 1024 / (100_000 * 512 * 4)
 
