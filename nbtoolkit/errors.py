@@ -264,7 +264,7 @@ class MissingExtra(NbtoolkitError, ImportError):
 class RunStopped(BaseException):
     """Raised when a run ends early, so that all ranks leave the training function.
 
-    ``ctx.report`` and ``ctx.raise_if_stopped`` raise it, on all ranks at the same call. Your
+    ``ctx.report`` and ``ctx.watch`` raise it, on all ranks at the same call. Your
     ``except Exception`` does not catch it, because it is a ``BaseException``.
 
     Args:

@@ -246,7 +246,7 @@ class Checkpoint(Section):
     """Checkpoints, to resume from and to predict with."""
 
     enabled: bool = True
-    """Let `nb.fit` write checkpoints."""
+    """Let `nb.fit`, `ctx.watch` and `nbtoolkit.integrations` write checkpoints."""
     every_minutes: Positive | None = 10.0
     """The longest time between two checkpoints, in minutes. null: no limit."""
     every_epochs: Count | None = None

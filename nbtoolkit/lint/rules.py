@@ -104,7 +104,7 @@ def _device_names(program: NotebookProgram) -> set[str]:
 
 # Calls that all ranks make together: of nbtoolkit, ctx, an Accelerator, torch.distributed.
 _OURS = {"fit", "predict"}
-_OF_CTX = {"report", "raise_if_stopped", "should_stop", "save", "prepare"}
+_OF_CTX = {"report", "raise_if_stopped", "should_stop", "save", "prepare", "watch"}
 _OF_ACCELERATOR = {"gather", "gather_for_metrics", "reduce", "wait_for_everyone", "prepare"}
 _OF_TORCH = {"all_reduce", "all_gather", "all_gather_object", "broadcast", "barrier", "reduce"}
 

@@ -24,6 +24,7 @@ from nbtoolkit.run.paths import exclusive
 from nbtoolkit.run.rank_check import track_optimizers
 from nbtoolkit.worker.channel import Channel
 from nbtoolkit.worker.metric_values import as_step, numbers_and_step
+from nbtoolkit.worker.watch import Watch
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,7 @@ class RunContext:
         self._accelerator: Accelerator | None = None
         self._optimizers: SteppedOptimizers | None = None
         self._first_step: FirstStep | None = None
+        self._watch: Watch | None = None
         self._draws: RankDraws | None = None
         self._loaders: UndividedLoaders | None = None
 
@@ -220,6 +222,28 @@ class RunContext:
         """
         self.divides_samples()
         self._channel.send(messages.Accumulates(entered=entered))
+
+    def watch(self, save: Callable[[], object], *, step: int | None = None) -> None:
+        """Save or stop if it is time to; **all** ranks must make this call once after each step.
+
+        About once a second, the ranks agree what to do, with one small all-reduce. When a
+        checkpoint is due (``checkpoint.every_minutes``, ``checkpoint.every_steps``), all ranks call
+        ``save`` after the same step. When the run must stop, they call ``save`` and leave the
+        training function, early enough before the deadline for twice the time that the last
+        checkpoint took. A pruned trial leaves without saving.
+
+        Args:
+            save: a function without arguments that writes a checkpoint, with :meth:`save` or in
+                another way. With ``checkpoint.enabled: false``, it is not called.
+            step: the number of steps done, for ``checkpoint.every_steps``. Default: the number of
+                calls in this process.
+
+        Raises:
+            RunStopped: the run must stop here. It is a BaseException; do not catch it.
+        """
+        if self._watch is None:
+            self._watch = Watch(self)
+        self._watch.follow(save, step)
 
     def raise_if_stopped(self, *, reserve: float = 0.0) -> None:
         """Leave the training function if a stop was requested; **all** ranks must make this call.
