@@ -18,10 +18,10 @@ from typing import Any
 
 from nbtoolkit.errors import FitError, MissingExtra
 from nbtoolkit.integrations.support import (
-    StepWatch,
     as_numbers,
     check_inside_train,
     check_name_unused,
+    claim_name,
     record_checkpoint,
     recorded_trainings,
     refuse_ranks,
@@ -30,6 +30,7 @@ from nbtoolkit.integrations.support import (
 from nbtoolkit.integrations.support import last_checkpoint as last_checkpoint
 from nbtoolkit.training.train_state import gather_random_states, restore_random_state
 from nbtoolkit.worker.context import RunContext
+from nbtoolkit.worker.watch import Watch
 
 
 def chosen_backend() -> str:
@@ -104,7 +105,7 @@ class KerasCallback(keras.callbacks.Callback):
 
     def __init__(self, ctx: RunContext, name: str) -> None:
         super().__init__()
-        self._ctx, self._watch, self._name = ctx, StepWatch(ctx, name), name
+        self._ctx, self._watch, self._name = ctx, Watch(ctx), name
         self._step, self._epoch = 0, initial_epoch(ctx, name=name)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -114,7 +115,7 @@ class KerasCallback(keras.callbacks.Callback):
             FitError: the model has no weights yet to load a checkpoint into, or another training
                 of this run has the same name.
         """
-        self._watch.claim_name()
+        claim_name(self._ctx, self._name)
         model, state = self.model, recorded_trainings(self._ctx).get(self._name)
         backend, policy = keras.config.backend(), keras.config.dtype_policy().name
         self._ctx.message(f"Keras {keras.__version__} trains on its back end {backend} in {policy}")
@@ -153,7 +154,7 @@ class KerasCallback(keras.callbacks.Callback):
             RunStopped: the run must stop here; a resumed run repeats this epoch.
         """
         self._step += 1
-        self._watch.follow(self._step, lambda: self._save(self._epoch))
+        self._watch.follow(lambda: self._save(self._epoch), self._step)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Save, and report the epoch's logs.
@@ -162,13 +163,11 @@ class KerasCallback(keras.callbacks.Callback):
             RunStopped: the run must stop here.
         """
         self._epoch = epoch + 1
-        self._save(self._epoch)
+        self._watch.times.save(lambda: self._save(self._epoch))
         self._ctx.report(as_numbers(logs or {}, self._name), step=self._step)
 
     def _save(self, epoch: int) -> None:
         """Save the weights; a resumed run begins with ``epoch``."""
-        if not self._watch.saves:
-            return
         path = self._ctx.paths.checkpoints / f"{self._name}-{self._step:09d}.weights.h5"
         partial = path.with_name(f".{path.name}")  # the name must end in .weights.h5
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,4 +175,3 @@ class KerasCallback(keras.callbacks.Callback):
         partial.replace(path)
         more = {"epoch": epoch, "random": gather_random_states(self._ctx.device, 1)}
         record_checkpoint(self._ctx, path, self._step, self._name, suffix=".weights.h5", **more)
-        self._watch.saved()

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.integrations.support import (
-    StepWatch,
     as_numbers,
     check_inside_train,
     check_strategy,
+    claim_name,
     record_checkpoint,
     requires,
 )
@@ -24,6 +24,7 @@ from nbtoolkit.integrations.support import last_checkpoint as last_checkpoint
 from nbtoolkit.integrations.support import resume_from as resume_from
 from nbtoolkit.training.train_state import gather_random_states, restore_random_state
 from nbtoolkit.worker.context import RunContext
+from nbtoolkit.worker.watch import Watch
 
 with requires("lightning", "2.5"):
     from lightning.pytorch.callbacks import Callback, Checkpoint
@@ -102,7 +103,7 @@ class LightningCallback(Checkpoint):
     """Lightning asks its checkpoint callback for ``ckpt_path="best"``; this keeps the last ones."""
 
     def __init__(self, ctx: RunContext, name: str) -> None:
-        self._ctx, self._watch, self._name = ctx, StepWatch(ctx, name), name
+        self._ctx, self._watch, self._name = ctx, Watch(ctx), name
         self._step = self._reported = -1
         self._validated = False
 
@@ -124,7 +125,7 @@ class LightningCallback(Checkpoint):
             FitError: another training of this run has the same name.
         """
         if self._step < 0:  # fit may be called again, and continues
-            self._watch.claim_name(trainer.global_step)
+            claim_name(self._ctx, self._name, trainer.global_step)
         self._step = trainer.global_step
         self._watch.begin(self._step)
 
@@ -151,7 +152,7 @@ class LightningCallback(Checkpoint):
             rate = trainer.optimizers[0].param_groups[0]["lr"]
             logged = as_numbers({"loss": outputs["loss"], "lr": rate}, self._name)
             self._ctx.log(logged, step=step)
-        self._watch.follow(step, lambda: self._save(trainer))
+        self._watch.follow(lambda: self._write(trainer), step)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report a validation within an epoch, or outside of ``fit``.
@@ -187,11 +188,11 @@ class LightningCallback(Checkpoint):
         self._ctx.report(as_numbers(trainer.callback_metrics, self._name), step=step)
 
     def _save(self, trainer: Trainer) -> None:
+        self._watch.times.save(lambda: self._write(trainer))
+
+    def _write(self, trainer: Trainer) -> None:
         """Write a checkpoint of Lightning's own; all ranks call it."""
-        if not self._watch.saves:
-            return
         step = trainer.global_step
         path = self._ctx.paths.checkpoints / f"{self._name}-{step:09d}.ckpt"
         trainer.save_checkpoint(path)
         record_checkpoint(self._ctx, path, step, self._name, suffix=".ckpt")
-        self._watch.saved()

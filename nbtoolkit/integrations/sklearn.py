@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from nbtoolkit.environment.installed import installed_version
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError, FoldError
-from nbtoolkit.integrations.rounds import rounds_of
+from nbtoolkit.integrations.rounds import Rounds
 from nbtoolkit.integrations.support import check_version, refuse_ranks
 from nbtoolkit.run.identity import code_of
 from nbtoolkit.run.paths import write_whole
@@ -227,13 +227,12 @@ def _fit_epochs(
     from sklearn.base import is_classifier
     from sklearn.utils.multiclass import unique_labels
 
-    rounds, done = rounds_of(ctx, "epochs.skops"), 0
+    rounds, done = Rounds(ctx, "epochs.skops"), 0
     if installed_version("skops") is None:
         rounds.do_not_save("pip install skops")
     elif rounds.saved is not None:
         saved = _load(rounds.saved)
         model, done = saved["model"], saved["epoch"]
-    rounds.begin(epochs, 1)
     more = {"classes": unique_labels(y)} if is_classifier(model) else {}
     for epoch in range(done + 1, epochs + 1):
         model.partial_fit(X, y, **more)

@@ -1,4 +1,4 @@
-"""Check versions, stop within an epoch and find the last checkpoint, for all integrations."""
+"""Check versions and names, record checkpoints and find the last one, for all integrations."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import glob
 import os
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +19,8 @@ from nbtoolkit.errors import (
     LaunchError,
     MissingExtra,
     PlanError,
-    RunStopped,
 )
 from nbtoolkit.run.checkpoints.checkpoint_store import State, read_state
-from nbtoolkit.training.sync import ControlSignal, RankSync
 from nbtoolkit.worker.context import RunContext
 
 if TYPE_CHECKING:
@@ -137,100 +134,23 @@ def _elements(value: object) -> object:
     return count() if callable(count) else count
 
 
-_CONTINUE = ControlSignal.CONTINUE
-_LOOK_SECONDS = 0.2  # between two looks for a stop, which take 60 us after a round of trees
-
-
-class StepWatch:
-    """Decides after each optimizer step whether all ranks save or stop there.
-
-    They stop twice as long before the deadline as the last save took.
-
-    Several ranks agree about once a second, with a small collective; one rank looks every 0.2 s.
+def claim_name(ctx: RunContext, training: str, step: int | None = None) -> None:
+    """Claim the name of a training, once in a process.
 
     Args:
         ctx: the run's context.
-        training: the name of the training.
+        training: the name.
+        step: optimizer steps done, to warn of a trainer that has not loaded the checkpoint of
+            an interrupted run; None: it is loaded elsewhere.
 
-    Attributes:
-        saves: whether checkpoints are written (``checkpoint.enabled``).
+    Raises:
+        FitError: another training of this run has the same name.
     """
-
-    def __init__(self, ctx: RunContext, training: str) -> None:
-        settings = ctx.config.checkpoint
-        self.saves, self._training = settings.enabled, training
-        self._ctx, self._saved_at = ctx, time.monotonic()
-        self._look_at = self._reserve = 0.0
-        self._minutes = settings.every_minutes if self.saves else None
-        self._steps = settings.every_steps if self.saves else None
-        self._sync = RankSync(ctx, self._steps)
-
-    def claim_name(self, step: int | None = None) -> None:
-        """Claim the name of the training, once.
-
-        Args:
-            step: optimizer steps done, to warn of a trainer that has not loaded the checkpoint of
-                an interrupted run; None: it is loaded elsewhere.
-
-        Raises:
-            FitError: another training of this run has the same name.
-        """
-        check_name_unused(self._ctx, self._training)
-        _used_names(self._ctx).add(self._training)
-        if step == 0 and recorded_trainings(self._ctx).get(self._training, {}).get("step"):
-            missed = "the run resumes, and its trainer begins anew: pass it resume_from(ctx)"
-            self._ctx.message(missed, "warning")
-
-    def begin(self, step: int) -> None:
-        """Start to watch, on all ranks, after ``step`` optimizer steps."""
-        self._sync.begin(step)
-        self.saved()
-
-    def saved(self) -> None:
-        """Count ``checkpoint.every_minutes`` from now on."""
-        self._saved_at = time.monotonic()
-
-    def signal(self, step: int) -> ControlSignal:
-        """What all ranks do after ``step`` optimizer steps; each calls it once for a step."""
-        if self._ctx.world_size == 1:
-            signal = self._own_signal() if time.monotonic() >= self._look_at else _CONTINUE
-        elif step < self._sync.next:
-            return _CONTINUE
-        else:
-            signal = self._own_signal() if self._ctx.is_main else _CONTINUE
-            signal = self._sync.sync(step, [], signal=signal).signal
-        if signal is _CONTINUE and self._steps and step % self._steps == 0:
-            return ControlSignal.SAVE
-        return signal
-
-    def follow(self, step: int, save: Callable[[], object]) -> None:
-        """Do what :meth:`signal` says; may not return.
-
-        Args:
-            step: optimizer steps done.
-            save: writes a checkpoint, on all ranks.
-
-        Raises:
-            RunStopped: the run must stop here; a run that may be resumed is saved.
-        """
-        signal = self.signal(step)
-        checks = signal is ControlSignal.CHECK_STOP
-        status = self._ctx.should_stop(self._reserve) if checks else None
-        if signal is ControlSignal.SAVE or status not in (None, "pruned"):
-            began = time.monotonic()
-            save()
-            # What is saved may grow.
-            self._reserve = 2 * (time.monotonic() - began)
-        if status:
-            raise RunStopped(status)
-
-    def _own_signal(self) -> ControlSignal:
-        """This rank's view; rank 0's counts."""
-        self._look_at = time.monotonic() + _LOOK_SECONDS
-        if self._ctx.stop_requested(self._reserve):
-            return ControlSignal.CHECK_STOP
-        due = self._minutes and time.monotonic() - self._saved_at >= self._minutes * 60
-        return ControlSignal.SAVE if due else _CONTINUE
+    check_name_unused(ctx, training)
+    _used_names(ctx).add(training)
+    if step == 0 and recorded_trainings(ctx).get(training, {}).get("step"):
+        missed = "the run resumes, and its trainer begins anew: pass it resume_from(ctx)"
+        ctx.message(missed, "warning")
 
 
 def check_name_unused(ctx: RunContext, training: str) -> None:

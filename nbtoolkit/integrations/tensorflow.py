@@ -21,9 +21,10 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import FitError, MissingExtra
-from nbtoolkit.integrations.support import StepWatch, as_numbers, record_checkpoint
+from nbtoolkit.integrations.support import as_numbers, claim_name, record_checkpoint
 from nbtoolkit.worker.collectives import gather_on_all
 from nbtoolkit.worker.context import RunContext
+from nbtoolkit.worker.watch import Watch
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -107,7 +108,7 @@ def callback(ctx: RunContext, *, name: str = "trainer") -> Any:
 
         def __init__(self) -> None:
             super().__init__(**options)
-            self._watch, self._batches = StepWatch(ctx, name), 0
+            self._watch, self._batches = Watch(ctx), 0
 
         def set_model(self, model: Any) -> None:
             if not isinstance(model, keras.Model):
@@ -123,14 +124,14 @@ def callback(ctx: RunContext, *, name: str = "trainer") -> Any:
             return True
 
         def on_train_begin(self, logs: Any = None) -> None:
-            self._watch.claim_name()
+            claim_name(ctx, name)
             self._watch.begin(0)
             super().on_train_begin(logs)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             super().on_train_batch_end(batch, logs)
             self._batches += 1
-            self._watch.follow(self._batches, lambda: None)  # Keras saves only whole epochs
+            self._watch.follow(lambda: None, self._batches)  # Keras saves only whole epochs
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             super().on_epoch_end(epoch, logs)

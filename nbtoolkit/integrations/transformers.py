@@ -14,18 +14,18 @@ from typing import Any
 
 from nbtoolkit.errors import RunStopped
 from nbtoolkit.integrations.support import (
-    StepWatch,
     as_numbers,
     check_inside_train,
     check_strategy,
+    claim_name,
     record_checkpoint,
     requires,
 )
 from nbtoolkit.integrations.support import last_checkpoint as last_checkpoint
 from nbtoolkit.integrations.support import resume_from as resume_from
-from nbtoolkit.training.sync import ControlSignal
 from nbtoolkit.worker.collectives import broadcast
 from nbtoolkit.worker.context import RunContext
+from nbtoolkit.worker.watch import Watch
 
 with requires("transformers", "4.50"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -107,7 +107,7 @@ class TransformersCallback(TrainerCallback):
     """
 
     def __init__(self, ctx: RunContext, name: str) -> None:
-        self._ctx, self._watch, self._name = ctx, StepWatch(ctx, name), name
+        self._ctx, self._watch, self._name = ctx, Watch(ctx), name
         self._leaving: RunStopped | None = None
         self._training = False
 
@@ -120,7 +120,7 @@ class TransformersCallback(TrainerCallback):
             FitError: another training of this run has the same name.
         """
         if not self._training:  # the Trainer may try again, with a smaller batch
-            self._watch.claim_name(state.global_step)
+            claim_name(self._ctx, self._name, state.global_step)
         self._watch.begin(state.global_step)
         self._training = True
 
@@ -132,11 +132,11 @@ class TransformersCallback(TrainerCallback):
         Raises:
             RunStopped: the run must stop here, and cannot be resumed.
         """
-        signal = self._watch.signal(state.global_step)
-        if self._leaving is not None or signal is ControlSignal.SAVE:
+        decision = self._watch.decide(state.global_step)
+        if decision.status is not None:
+            self._leave(RunStopped(decision.status), control)
+        elif self._leaving is not None or decision.save:
             control.should_save = True
-        elif signal is ControlSignal.CHECK_STOP and (status := self._ctx.should_stop()):
-            self._leave(RunStopped(status), control)
 
     def on_log(
         self,
@@ -180,7 +180,7 @@ class TransformersCallback(TrainerCallback):
         """
         path = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         record_checkpoint(self._ctx, path, state.global_step, self._name)
-        self._watch.saved()
+        self._watch.times.restart()
         self._leave_now()
 
     def on_train_end(
@@ -197,7 +197,7 @@ class TransformersCallback(TrainerCallback):
     def _leave(self, stopped: RunStopped, control: TrainerControl) -> None:
         """Leave at once, or after the checkpoint that the Trainer writes next."""
         self._leaving = stopped
-        if stopped.status == "pruned" or not self._watch.saves or not self._training:
+        if stopped.status == "pruned" or not self._watch.times.enabled or not self._training:
             self._leave_now()
         control.should_save = True
 

@@ -21,9 +21,8 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 import nbtoolkit as nb
-from nbtoolkit.integrations import lightgbm as nblg
+from nbtoolkit.integrations import boosting as nbb
 from nbtoolkit.integrations import sklearn as nbs
-from nbtoolkit.integrations import xgboost as nbx
 from tests.bench.figures import Figure, in_fresh_process, median, quiet_config
 
 PAIRS, ROUNDS, TARGET = 7, 200, 1.03
@@ -45,19 +44,15 @@ def lightgbm_pair(ctx: nb.RunContext, number: int, times: int) -> Pair:
     params = {"objective": "binary", "metric": "auc", "verbosity": -1, "num_threads": 1, "seed": 0}
     name, rounds = f"number{number}", ROUNDS * times
 
-    def train(params: Any, **more: Any) -> object:
+    def train(**arguments: Any) -> object:
         data = lgb.Dataset(x[:16_000], y[:16_000])
         held_out = lgb.Dataset(x[16_000:], y[16_000:], reference=data)
-        return lgb.train(params, data, rounds, valid_sets=[held_out], **more)
+        return lgb.train(train_set=data, valid_sets=[held_out], **arguments)
 
     def in_a_run() -> object:
-        return train(
-            nblg.parameters(ctx, params, name=name),
-            callbacks=[nblg.callback(ctx, name=name)],
-            init_model=nblg.resume_from(ctx, name=name),
-        )
+        return train(**nbb.lightgbm(ctx, params, rounds, name=name))
 
-    return lambda: train(params), in_a_run
+    return lambda: train(params=params, num_boost_round=rounds), in_a_run
 
 
 def xgboost_pair(ctx: nb.RunContext, number: int, times: int) -> Pair:
@@ -67,19 +62,15 @@ def xgboost_pair(ctx: nb.RunContext, number: int, times: int) -> Pair:
     params = {"objective": "binary:logistic", "eval_metric": "auc", "nthread": 1, "seed": 0}
     name, rounds = f"number{number}", ROUNDS * times
 
-    def train(params: Any, **more: Any) -> object:
+    def train(**arguments: Any) -> object:
         evals = [(xgb.DMatrix(x[16_000:], y[16_000:]), "valid")]
         data = xgb.DMatrix(x[:16_000], y[:16_000])
-        return xgb.train(params, data, rounds, evals=evals, verbose_eval=False, **more)
+        return xgb.train(dtrain=data, evals=evals, verbose_eval=False, **arguments)
 
     def in_a_run() -> object:
-        return train(
-            nbx.parameters(ctx, params, name=name),
-            callbacks=[nbx.callback(ctx, rounds, name=name)],
-            xgb_model=nbx.resume_from(ctx, name=name),
-        )
+        return train(**nbb.xgboost(ctx, params, rounds, name=name))
 
-    return lambda: train(params), in_a_run
+    return lambda: train(params=params, num_boost_round=rounds), in_a_run
 
 
 def sklearn_pair(ctx: nb.RunContext, number: int, times: int) -> Pair:

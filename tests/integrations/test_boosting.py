@@ -16,8 +16,7 @@ from kernels import until
 
 import nbtoolkit as nb
 from nbtoolkit.errors import FitError, MissingExtra, PlanError, WorkerDied
-from nbtoolkit.integrations import lightgbm as nblg
-from nbtoolkit.integrations import xgboost as nbx
+from nbtoolkit.integrations import boosting as nbb
 
 Train = Callable[..., dict[str, Any]]
 
@@ -183,14 +182,13 @@ def test_a_killed_trial_is_retried_from_its_checkpoint(tmp_path: Path, train: Tr
 # --- wrong calls ---
 
 
-@pytest.mark.parametrize("module", [nblg, nbx], ids=["lightgbm", "xgboost"])
-def test_a_framework_that_is_not_installed_is_named(tmp_path: Path, module: Any) -> None:
-    name = module.__name__.rpartition(".")[2]
+@pytest.mark.parametrize("name", ["lightgbm", "xgboost"])
+def test_a_framework_that_is_not_installed_is_named(tmp_path: Path, name: str) -> None:
     if find_spec(name) is not None:
         pytest.skip(f"{name} is installed: make test runs this test")
     text = rf"{name} is not installed[\s\S]*pip install -U '{name}>="
     with pytest.raises(MissingExtra, match=text):
-        quiet(lambda config, ctx: module.parameters(ctx), config_in(tmp_path), start="inline")
+        quiet(lambda config, ctx: getattr(nbb, name)(ctx, {}), config_in(tmp_path), start="inline")
 
 
 @both_long
@@ -205,11 +203,8 @@ def twice_lightgbm(config: Any, ctx: Any, names: tuple[str, str] = ("lightgbm",)
     trees = 0
     for name in names:
         booster = lgb.train(
-            nblg.parameters(ctx, functions.LIGHTGBM, name=name),
-            lgb.Dataset(*samples(100)),
-            3,
-            callbacks=[nblg.callback(ctx, name=name)],
-            init_model=nblg.resume_from(ctx, name=name),
+            **nbb.lightgbm(ctx, functions.LIGHTGBM, 3, name=name),
+            train_set=lgb.Dataset(*samples(100)),
         )
         trees += booster.num_trees()
     return trees
@@ -221,11 +216,8 @@ def twice_xgboost(config: Any, ctx: Any, names: tuple[str, str] = ("xgboost",) *
     trees = 0
     for name in names:
         booster = xgb.train(
-            nbx.parameters(ctx, functions.XGBOOST, name=name),
-            xgb.DMatrix(*samples(100)),
-            3,
-            callbacks=[nbx.callback(ctx, 3, name=name)],
-            xgb_model=nbx.resume_from(ctx, name=name),
+            **nbb.xgboost(ctx, functions.XGBOOST, 3, name=name),
+            dtrain=xgb.DMatrix(*samples(100)),
         )
         trees += booster.num_boosted_rounds()
     return trees
@@ -250,28 +242,12 @@ def test_two_trainings_of_a_run_need_names(tmp_path: Path, twice: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    "callback",
+    "make",
     [
-        pytest.param(lambda ctx: lightgbm_every(ctx, 0), marks=needs("lightgbm"), id="lightgbm"),
-        pytest.param(lambda ctx: xgboost_every(ctx, 0), marks=needs("xgboost"), id="xgboost"),
+        pytest.param(nbb.lightgbm, marks=needs("lightgbm"), id="lightgbm"),
+        pytest.param(nbb.xgboost, marks=needs("xgboost"), id="xgboost"),
     ],
 )
-def test_a_report_every_zero_rounds_is_refused(
-    tmp_path: Path, callback: Callable[..., object]
-) -> None:
+def test_a_report_every_zero_rounds_is_refused(tmp_path: Path, make: Callable[..., Any]) -> None:
     with pytest.raises(FitError, match=r"every=0 is no number of rounds"):
-        quiet(lambda config, ctx: callback(ctx), config_in(tmp_path), start="inline")
-
-
-def lightgbm_every(ctx: Any, every: int) -> None:
-    import lightgbm as lgb
-
-    callbacks = [nblg.callback(ctx, every=every)]
-    lgb.train(functions.LIGHTGBM, lgb.Dataset(*samples(100)), 3, callbacks=callbacks)
-
-
-def xgboost_every(ctx: Any, every: int) -> None:
-    import xgboost as xgb
-
-    callbacks = [nbx.callback(ctx, 3, every=every)]
-    xgb.train(functions.XGBOOST, xgb.DMatrix(*samples(100)), 3, callbacks=callbacks)
+        quiet(lambda config, ctx: make(ctx, {}, every=0), config_in(tmp_path), start="inline")

@@ -1,8 +1,7 @@
-"""LightGBM: a script of its documentation, its estimators, parameters, calls that are missing."""
+"""LightGBM: a script of its documentation, its estimators, parameters."""
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from frameworks import needs
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import MissingExtra
-from nbtoolkit.integrations import lightgbm as nblg
+from nbtoolkit.integrations import boosting as nbb
 from nbtoolkit.worker.context import RunContext
 
 pytestmark = needs("lightgbm")
@@ -62,22 +61,21 @@ def simple_example(config: Config, ctx: RunContext | None) -> Any:
         )
     else:
         gbm = lgb.train(
-            nblg.parameters(ctx, params),  # nbtoolkit
-            lgb_train,
-            num_boost_round=20,
+            **nbb.lightgbm(  # nbtoolkit
+                ctx,
+                params,
+                20,
+                callbacks=[lgb.early_stopping(stopping_rounds=5, verbose=False)],
+            ),
+            train_set=lgb_train,
             valid_sets=lgb_eval,
-            callbacks=[
-                lgb.early_stopping(stopping_rounds=5, verbose=False),
-                nblg.callback(ctx),  # nbtoolkit: and init_model, in the call's last line
-            ],
-            init_model=nblg.resume_from(ctx),
         )
     predictions = gbm.predict(X_test, num_iteration=gbm.best_iteration)
     return {"rmse": root_mean_squared_error(y_test, predictions), "predictions": predictions}
 
 
 def test_the_simple_example_gives_what_it_gives_alone(tmp_path: Path) -> None:
-    assert inspect.getsource(simple_example).count("# nbtoolkit") == 2
+    assert inspect.getsource(simple_example).count("# nbtoolkit") == 1
     alone = simple_example(Config(), None)
     result = launched(simple_example, tmp_path, start="forkserver")
     np.testing.assert_array_equal(result.value["predictions"], alone["predictions"])
@@ -96,7 +94,6 @@ def estimator(config: Config, ctx: RunContext) -> dict[str, Any]:
     import lightgbm as lgb
 
     x, y = samples()
-    model = lgb.LGBMClassifier(n_estimators=30, **nblg.parameters(ctx, LIGHTGBM))
     done = []
 
     def fail_once(env: Any) -> None:
@@ -105,12 +102,14 @@ def estimator(config: Config, ctx: RunContext) -> dict[str, Any]:
             Path(config.data.folder, "failed").touch()
             raise InterruptedError("as a killed run")
 
+    made = nbb.lightgbm(ctx, LIGHTGBM, 30, callbacks=[fail_once])
+    model = lgb.LGBMClassifier(n_estimators=made["num_boost_round"], **made["params"])
     model.fit(
         x[:400],
         y[:400],
         eval_set=[(x[400:], y[400:])],
-        callbacks=[nblg.callback(ctx), fail_once],
-        init_model=nblg.resume_from(ctx),
+        callbacks=made["callbacks"],
+        init_model=made["init_model"],
     )
     return {"trees": model.booster_.num_trees(), "first": done[0]}
 
@@ -133,7 +132,8 @@ def test_an_estimator_reports_and_resumes(tmp_path: Path) -> None:
 def test_parameters_come_from_settings_plan_and_seed(tmp_path: Path) -> None:
     def train(config: Config, ctx: RunContext) -> list[dict[str, Any]]:
         own = {"n_jobs": 3, "random_state": 5, "device": "cpu", "num_leaves": 7}
-        return [nblg.parameters(ctx), nblg.parameters(ctx, own), {"n": ctx.plan.threads_per_rank}]
+        made, kept = nbb.lightgbm(ctx, {}), nbb.lightgbm(ctx, own, name="kept")
+        return [made["params"], kept["params"], {"n": ctx.plan.threads_per_rank}]
 
     result = launched(train, tmp_path, seed=9, model__num_leaves=11)
     made, kept, threads = result.value
@@ -141,30 +141,13 @@ def test_parameters_come_from_settings_plan_and_seed(tmp_path: Path) -> None:
     assert kept == {"num_leaves": 11, "n_jobs": 3, "random_state": 5, "device": "cpu"}
 
 
-def test_a_device_that_the_build_cannot_use_is_not_asked_for(tmp_path: Path) -> None:
-    """PyPI's wheels have no CUDA, and OpenCL only where there is a device for it."""
+def test_a_number_of_rounds_in_the_parameters_counts(tmp_path: Path) -> None:
+    def train(config: Config, ctx: RunContext) -> list[int]:
+        own = nbb.lightgbm(ctx, {"n_estimators": 7}, 5, name="own")
+        return [nbb.lightgbm(ctx, {}, 5)["num_boost_round"], own["num_boost_round"]]
 
-    def train(config: Config, ctx: RunContext) -> dict[str, Any]:
-        ctx.plan = dataclasses.replace(ctx.plan, device_type="cuda")
-        return nblg.parameters(ctx)
-
-    result = launched(train, tmp_path)
-    assert result.value["device_type"] == "cpu"
-    notes = [e.text for e in nb.attach(result.paths.folder).events() if e.type == "note"]
-    assert any("LightGBM trains on the CPU: CUDA Tree Learner was not" in note for note in notes)
-
-
-def test_a_training_that_would_not_resume_is_not_saved_and_says_so(tmp_path: Path) -> None:
-    def train(config: Config, ctx: RunContext) -> int:
-        import lightgbm as lgb
-
-        data = lgb.Dataset(*samples(100))
-        return lgb.train(LIGHTGBM, data, 3, callbacks=[nblg.callback(ctx)]).num_trees()
-
-    result = launched(train, tmp_path, checkpoint__every_steps=1)
-    notes = [e.text for e in nb.attach(result.paths.folder).events() if e.type == "note"]
-    assert any("starts again from the beginning: pass nblg.parameters" in note for note in notes)
-    assert not (result.paths.checkpoints / "lightgbm.txt").exists()
+    assert launched(train, tmp_path).value == [5, 7]
+    assert launched(train, tmp_path, model__num_trees=9).value == [9, 9]
 
 
 def test_an_old_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,4 +156,4 @@ def test_an_old_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: lightgbm\nVersion: 3.3.5\n")
     monkeypatch.syspath_prepend(old.parent)
     with pytest.raises(MissingExtra, match=r"lightgbm 4 or newer[\s\S]*lightgbm>=4"):
-        launched(lambda config, ctx: nblg.parameters(ctx), tmp_path)
+        launched(lambda config, ctx: nbb.lightgbm(ctx, {}), tmp_path)

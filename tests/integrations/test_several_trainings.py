@@ -242,16 +242,14 @@ def test_a_trainer_that_does_not_take_the_checkpoint_is_told(train: Any, tmp_pat
 def boosted(config: nb.Config, ctx: nb.RunContext) -> dict[str, Any]:
     import lightgbm as lgb
 
-    from nbtoolkit.integrations import lightgbm as nblg
+    from nbtoolkit.integrations import boosting as nbb
 
     x, y = samples()
     rounds: list[int] = []
     params = {"objective": "regression", "min_data_in_leaf": 2, "num_iterations": 20}
     lgb.train(
-        nblg.parameters(ctx, params),
-        lgb.Dataset(x, y[:, 0]),
-        callbacks=[nblg.callback(ctx), lambda env: rounds.append(env.iteration)],
-        init_model=nblg.resume_from(ctx),
+        **nbb.lightgbm(ctx, params, callbacks=[lambda env: rounds.append(env.iteration)]),
+        train_set=lgb.Dataset(x, y[:, 0]),
     )
     return {**keras(config, ctx), "rounds": len(rounds)}
 

@@ -1,4 +1,4 @@
-"""XGBoost: a script of its documentation, its estimators, parameters, calls that are missing."""
+"""XGBoost: a script of its documentation, its estimators, parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from frameworks import needs
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import MissingExtra
-from nbtoolkit.integrations import xgboost as nbx
+from nbtoolkit.integrations import boosting as nbb
 from nbtoolkit.worker.context import RunContext
 
 pytestmark = needs("xgboost")
@@ -49,9 +49,8 @@ def introduction(config: Config, ctx: RunContext | None) -> Any:
     if ctx is None:
         bst = xgb.train(param, dtrain, num_round, evals=evallist, **quiet)
     else:
-        param = nbx.parameters(ctx, param)  # nbtoolkit
-        more = {"callbacks": [nbx.callback(ctx, num_round)], "xgb_model": nbx.resume_from(ctx)}
-        bst = xgb.train(param, dtrain, num_round, evals=evallist, **quiet, **more)  # nbtoolkit
+        arguments = nbb.xgboost(ctx, param, num_round)  # nbtoolkit
+        bst = xgb.train(dtrain=dtrain, evals=evallist, **quiet, **arguments)  # nbtoolkit
     ypred = bst.predict(dtest, iteration_range=(0, bst.best_iteration + 1))
     return {"predictions": ypred, "best": bst.best_iteration, "rounds": bst.num_boosted_rounds()}
 
@@ -87,13 +86,13 @@ def estimator(config: Config, ctx: RunContext) -> dict[str, Any]:
                 raise InterruptedError("as a killed run")
             return False
 
+    params = {**XGBOOST, "subsample": 0.5}
+    made = nbb.xgboost(ctx, params, 30, callbacks=[FailOnce()])
     model = xgb.XGBClassifier(
-        n_estimators=30,
-        callbacks=[nbx.callback(ctx, 30), FailOnce()],
-        **nbx.parameters(ctx, {**XGBOOST, "subsample": 0.5}),
+        n_estimators=made["num_boost_round"], callbacks=made["callbacks"], **made["params"]
     )
     held_out = [(x[400:], y[400:])]
-    model.fit(x[:400], y[:400], eval_set=held_out, xgb_model=nbx.resume_from(ctx), verbose=False)
+    model.fit(x[:400], y[:400], eval_set=held_out, xgb_model=made["xgb_model"], verbose=False)
     used = model.get_xgb_params()
     return {"rounds": model.get_booster().num_boosted_rounds(), "first": rounds[0], "used": used}
 
@@ -116,7 +115,8 @@ def test_an_estimator_reports_and_resumes(tmp_path: Path) -> None:
 def test_parameters_come_from_settings_plan_and_seed(tmp_path: Path) -> None:
     def train(config: Config, ctx: RunContext) -> list[dict[str, Any]]:
         own = {"n_jobs": 3, "random_state": 5, "device": "cuda:1", "max_depth": 7}
-        return [nbx.parameters(ctx), nbx.parameters(ctx, own), {"n": ctx.plan.threads_per_rank}]
+        made, kept = nbb.xgboost(ctx, {}), nbb.xgboost(ctx, own, name="kept")
+        return [made["params"], kept["params"], {"n": ctx.plan.threads_per_rank}]
 
     result = launched(train, tmp_path, seed=9, model__max_depth=4)
     made, kept, threads = result.value
@@ -129,24 +129,10 @@ def test_the_device_is_the_plans_if_the_build_has_cuda(tmp_path: Path) -> None:
 
     def train(config: Config, ctx: RunContext) -> dict[str, Any]:
         ctx.plan = dataclasses.replace(ctx.plan, device_type="cuda")
-        return nbx.parameters(ctx)
+        return dict(nbb.xgboost(ctx, {})["params"])
 
     expected = "cuda:0" if xgboost.build_info()["USE_CUDA"] else "cpu"
     assert launched(train, tmp_path).value["device"] == expected
-
-
-def test_a_training_that_would_not_resume_is_not_saved_and_says_so(tmp_path: Path) -> None:
-    def train(config: Config, ctx: RunContext) -> int:
-        import xgboost as xgb
-
-        data = xgb.DMatrix(*samples(100))
-        booster = xgb.train(XGBOOST, data, 3, callbacks=[nbx.callback(ctx, 3)])
-        return int(booster.num_boosted_rounds())
-
-    result = launched(train, tmp_path, checkpoint__every_steps=1)
-    notes = [e.text for e in nb.attach(result.paths.folder).events() if e.type == "note"]
-    assert any("pass xgb_model=nbx.resume_from(ctx)" in note for note in notes)
-    assert not (result.paths.checkpoints / "xgboost.ubj").exists()
 
 
 def test_an_old_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,4 +141,4 @@ def test_an_old_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: xgboost\nVersion: 1.7.6\n")
     monkeypatch.syspath_prepend(old.parent)
     with pytest.raises(MissingExtra, match=r"xgboost 2 or newer[\s\S]*xgboost>=2"):
-        launched(lambda config, ctx: nbx.parameters(ctx), tmp_path)
+        launched(lambda config, ctx: nbb.xgboost(ctx, {}), tmp_path)

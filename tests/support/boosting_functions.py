@@ -13,8 +13,7 @@ import numpy as np
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
-from nbtoolkit.integrations import lightgbm as nblg
-from nbtoolkit.integrations import xgboost as nbx
+from nbtoolkit.integrations import boosting as nbb
 from nbtoolkit.worker.context import RunContext
 
 Train = Callable[..., dict[str, Any]]
@@ -66,15 +65,12 @@ def with_lightgbm(config: Config, ctx: RunContext) -> dict[str, Any]:
         disturb(config, ctx, env.iteration + 1)
 
     booster = lgb.train(
-        nblg.parameters(ctx, LIGHTGBM),
-        data,
-        num_boost_round=ROUNDS,
+        **nbb.lightgbm(ctx, LIGHTGBM, ROUNDS, callbacks=[after]),
+        train_set=data,
         valid_sets=[lgb.Dataset(*valid, reference=data)],
         valid_names=["held_out"],
-        callbacks=[nblg.callback(ctx), after],
-        init_model=nblg.resume_from(ctx),
     )
-    nblg.keep_predictor(ctx, booster.predict)
+    nbb.keep_predictor(ctx, booster.predict)
     return {"rounds": booster.current_iteration(), "predictions": booster.predict(valid[0])}
 
 
@@ -90,15 +86,12 @@ def with_xgboost(config: Config, ctx: RunContext) -> dict[str, Any]:
             return False
 
     booster = xgb.train(
-        nbx.parameters(ctx, XGBOOST),
-        xgb.DMatrix(*train),
-        num_boost_round=ROUNDS,
+        **nbb.xgboost(ctx, XGBOOST, ROUNDS, callbacks=[Disturb()]),
+        dtrain=xgb.DMatrix(*train),
         evals=[(held_out, "held_out")],
         verbose_eval=False,
-        callbacks=[nbx.callback(ctx, ROUNDS), Disturb()],
-        xgb_model=nbx.resume_from(ctx),
     )
-    nbx.keep_predictor(ctx, lambda test: booster.predict(xgb.DMatrix(test)))
+    nbb.keep_predictor(ctx, lambda test: booster.predict(xgb.DMatrix(test)))
     return {"rounds": booster.num_boosted_rounds(), "predictions": booster.predict(held_out)}
 
 

@@ -1,0 +1,217 @@
+"""Train LightGBM and XGBoost in a run, with reports, pruning, checkpoints, and the plan's settings.
+
+    booster = lgb.train(
+        **nbb.lightgbm(ctx, params, 500), train_set=data, valid_sets=[held_out]
+    )
+    booster = xgb.train(
+        **nbb.xgboost(ctx, params, 500), dtrain=data, evals=[(held_out, "valid")]
+    )
+
+A resumed run has as many trees in total as the call asks for. Its sampling draws other numbers than
+in an uninterrupted run, and early stopping counts anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nbtoolkit.integrations.rounds import Rounds
+from nbtoolkit.integrations.support import check_version, refuse_ranks
+from nbtoolkit.training.evaluation import keep_predictor as keep_predictor
+
+if TYPE_CHECKING:
+    from lightgbm.callback import CallbackEnv
+
+    from nbtoolkit.worker.context import RunContext
+
+# The libraries' names for one parameter, from "Parameters" in LightGBM's documentation and from
+# XGBoost's estimators.
+_THREADS = ("num_threads", "num_thread", "nthread", "nthreads", "n_jobs")
+_SEED = ("seed", "random_seed", "random_state")
+_ROUNDS = (
+    *("num_iterations", "num_iteration", "n_iter", "num_tree", "num_trees", "num_round"),
+    *("num_rounds", "nrounds", "num_boost_round", "n_estimators", "max_iter"),
+)
+
+
+def lightgbm(
+    ctx: RunContext,
+    params: Mapping[str, Any],
+    rounds: int = 100,
+    *,
+    callbacks: Sequence[Any] = (),
+    every: int = 10,
+    name: str = "lightgbm",
+) -> dict[str, Any]:
+    """Return arguments for ``lgb.train``: of the settings, the plan and the last checkpoint.
+
+    The settings under ``model.`` replace those in ``params``. The plan gives ``num_threads`` and
+    ``seed`` if they are not set. The callback reports each metric of each evaluated set as
+    ``<set>_<metric>``, with LightGBM's own names (``valid_0_auc``), and saves as
+    ``checkpoint.every_minutes`` and ``checkpoint.every_steps`` say.
+
+    Args:
+        ctx: the run.
+        params: LightGBM's own parameters. A number of rounds in them counts.
+        rounds: the number of rounds in the finished model.
+        callbacks: your own callbacks.
+        every: report after this number of rounds, and after the last one.
+        name: of this training; for several in one run. Their metrics begin with it.
+
+    Returns:
+        ``params, num_boost_round, callbacks, init_model``.
+
+    Raises:
+        FitError: another training of this run has the same name, or ``every`` is below 1.
+        MissingExtra: LightGBM 4 or newer is not installed.
+        PlanError: the run has several ranks.
+    """
+    check_version("lightgbm", "4")
+    refuse_ranks(ctx, "LightGBM")
+    from lightgbm import Booster
+
+    training = Rounds(ctx, f"{name}.txt", every=every)
+    values, target = _parameters(ctx, params, rounds)
+    booster, done = None, 0
+    if training.saved is not None:
+        booster = Booster(model_file=training.saved)
+        done = booster.current_iteration()
+    if booster is not None and done >= target:  # LightGBM trains at least one tree
+        done = target - 1
+        booster = Booster(model_str=booster.model_to_string(num_iteration=done))
+    if not values.keys() & {*_THREADS}:
+        values["num_threads"] = ctx.plan.threads_per_rank
+    if not values.keys() & {*_SEED}:
+        values["seed"] = ctx.seed + done  # else the draws of the first trees again
+    return {
+        "params": values,
+        "num_boost_round": target - done,
+        "callbacks": [*callbacks, LightGBMCallback(training, every, _prefix(name, "lightgbm"))],
+        "init_model": booster,
+    }
+
+
+class LightGBMCallback:
+    """Reports, prunes, stops and saves; see :func:`lightgbm`."""
+
+    before_iteration = False
+
+    def __init__(self, training: Rounds, every: int, prefix: str) -> None:
+        # After LightGBM's own records (20), before its early stopping (30) ends the loop.
+        self.order = 25
+        self._training, self._every, self._prefix = training, every, prefix
+
+    def __call__(self, env: CallbackEnv) -> None:
+        """Called by LightGBM after each round."""
+        done, metrics = env.iteration + 1, None
+        if done % self._every == 0 or done == env.end_iteration:
+            results = env.evaluation_result_list
+            metrics = {f"{self._prefix}{result[0]}_{result[1]}": result[2] for result in results}
+        self._training.end_round(
+            done, metrics or None, lambda: env.model.model_to_string(num_iteration=-1)
+        )
+
+
+def xgboost(
+    ctx: RunContext,
+    params: Mapping[str, Any],
+    rounds: int = 100,
+    *,
+    callbacks: Sequence[Any] = (),
+    every: int = 10,
+    name: str = "xgboost",
+) -> dict[str, Any]:
+    """Return arguments for ``xgb.train``: of the settings, the plan and the last checkpoint.
+
+    The settings under ``model.`` replace those in ``params``. The plan gives ``device``
+    (``"cpu"`` or ``"cuda:0"``), ``nthread`` and ``seed`` if they are not set. The callback reports
+    each metric of each evaluated set as ``<set>_<metric>``, with XGBoost's own names
+    (``validation_0_logloss``), and saves as ``checkpoint.every_minutes`` and
+    ``checkpoint.every_steps`` say.
+
+    Args:
+        ctx: the run.
+        params: XGBoost's own parameters. A number of rounds in them counts.
+        rounds: the number of rounds in the finished model.
+        callbacks: your own callbacks.
+        every: report after this number of rounds, and after the last one.
+        name: of this training; for several in one run. Their metrics begin with it.
+
+    Returns:
+        ``params, num_boost_round, callbacks, xgb_model``.
+
+    Raises:
+        FitError: another training of this run has the same name, or ``every`` is below 1.
+        MissingExtra: XGBoost 2 or newer is not installed.
+        PlanError: the run has several ranks.
+    """
+    check_version("xgboost", "2")
+    refuse_ranks(ctx, "XGBoost")
+    from xgboost import Booster
+    from xgboost.callback import TrainingCallback
+
+    training = Rounds(ctx, f"{name}.ubj", every=every)
+    values, target = _parameters(ctx, params, rounds)
+    booster, done = None, 0
+    if training.saved is not None:
+        booster = Booster(model_file=training.saved)
+        done = booster.num_boosted_rounds()
+    if not values.keys() & {*_THREADS}:
+        values["nthread"] = ctx.plan.threads_per_rank
+    if not values.keys() & {*_SEED}:
+        values["seed"] = ctx.seed + done  # else the draws of the first rounds again
+    values.setdefault("device", _device(ctx))
+    prefix = _prefix(name, "xgboost")
+
+    class XGBoostCallback(TrainingCallback):
+        """Reports, prunes, stops and saves."""
+
+        def after_iteration(self, model: Booster, epoch: int, evals_log: Any) -> bool:
+            done, metrics = model.num_boosted_rounds(), None
+            if done % every == 0 or done == target:
+                metrics = _last(evals_log, prefix)
+            training.end_round(done, metrics or None, lambda: bytes(model.save_raw("ubj")))
+            return False
+
+    return {
+        "params": values,
+        "num_boost_round": max(0, target - done),
+        "callbacks": [*callbacks, XGBoostCallback()],
+        "xgb_model": booster,
+    }
+
+
+def _parameters(
+    ctx: RunContext, params: Mapping[str, Any], rounds: int
+) -> tuple[dict[str, Any], int]:
+    """The parameters without a number of rounds, and this number."""
+    values = {**params, **ctx.config.model}
+    asked = [values.pop(key) for key in _ROUNDS if key in values]
+    return values, int(asked[0]) if asked else rounds
+
+
+def _prefix(name: str, default: str) -> str:
+    """What the names of the metrics begin with."""
+    return "" if name == default else f"{name}_"
+
+
+def _last(evals_log: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, float]:
+    """The newest value of each metric."""
+    return {
+        f"{prefix}{of}_{metric}": values[-1]
+        for of, metrics in evals_log.items()
+        for metric, values in metrics.items()
+    }
+
+
+def _device(ctx: RunContext) -> str:
+    """The plan's device, if this build of XGBoost can use it."""
+    if ctx.plan.device_type == "cpu":
+        return "cpu"
+    import xgboost
+
+    if not xgboost.build_info()["USE_CUDA"]:
+        ctx.message("XGBoost trains on the CPU: this build has no CUDA")
+        return "cpu"
+    return str(ctx.device)
