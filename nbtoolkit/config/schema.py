@@ -194,8 +194,8 @@ class Distributed(Section):
     """The number of ranks. `auto`: one per usable GPU of the best model, or one on the CPU. The
     argument `processes` of `nb.launch` overrides this setting."""
     backend: Literal["auto", "nccl", "gloo", "tensorflow"] = "auto"
-    """The communication backend. `auto`: `nccl` between GPUs, otherwise `gloo`. `tensorflow`: the
-    communication of TensorFlow itself."""
+    """The communication backend. `auto`: `nccl` between GPUs, otherwise `gloo`. `tensorflow`: one
+    process, in which TensorFlow's `MirroredStrategy` uses all GPUs."""
     fallback: bool = True
     """What happens if the ranks cannot form a process group. true: the run continues with one
     process, and a message says so. false: the launch raises an error."""

@@ -89,7 +89,7 @@ class LaunchPlan:
     strategy: Strategy = "single"
     """How the ranks divide the model and the work. One rank has ``single``, or ``dp``, which is
     DataParallel: one process on several devices. Several ranks have ``ddp`` or ``fsdp``.
-    ``tensorflow`` is TensorFlow's own strategy, for one rank or several."""
+    ``tensorflow`` is TensorFlow's own strategy, in one rank on several devices."""
     backend: Literal["nccl", "gloo"] | None = None
     """Communication backend of the ranks; None for one process."""
     precision: Precision = "fp32"
@@ -190,9 +190,7 @@ class LaunchPlan:
         )
 
     def _group(self) -> str:
-        # TensorFlow has connections of its own; gloo carries ctx.save and the like.
-        plain = self.backend is None or self.strategy == "tensorflow"
-        return self.strategy if plain else f"{self.strategy} over {self.backend}"
+        return self.strategy if self.backend is None else f"{self.strategy} over {self.backend}"
 
     def _where(self) -> str:
         names = dict.fromkeys(self.device_names)

@@ -183,7 +183,7 @@ def _why_alone(settings: Distributed, start: Start) -> str:
         alone = f"distributed.strategy is {settings.strategy}"
     elif settings.world_size == 1:
         alone = "distributed.world_size is 1"
-    elif settings.backend == "tensorflow" and settings.world_size == "auto":
+    elif settings.backend == "tensorflow":
         alone = "distributed.backend is tensorflow, whose MirroredStrategy uses all of them"
     if alone and settings.world_size != "auto" and settings.world_size > 1:
         raise PlanError(
@@ -208,7 +208,7 @@ def _on_gpus(settings: Distributed, usable: Sequence[Device], alone: str) -> Dev
         _check_fits(count, [*equal, *others])
     else:
         count, why = len(equal), _why_auto(equal, others)
-    mirrored = settings.backend == "tensorflow" and count == 1
+    mirrored = settings.backend == "tensorflow"
     parallel = not mirrored and alone == _DATA_PARALLEL
     chosen = tuple(equal) if mirrored or parallel else (*equal, *others)[:count]
     notes = (*_notes_on_unequal(best, chosen, others, alone), *_notes_on_memory(chosen))

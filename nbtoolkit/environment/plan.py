@@ -336,11 +336,6 @@ def _backend(
         return None, ("tensorflow: MirroredStrategy, in one process",)
     if placement.processes == 1:
         return None, ()
-    if setting == "tensorflow":
-        return "gloo", (
-            "tensorflow: MultiWorkerMirroredStrategy, one worker per rank; torch's group of the "
-            "ranks is over gloo and uses no GPU",
-        )
     if setting == "gloo" and placement.devices:
         return "gloo", ("gloo: distributed.backend is gloo; nccl is faster between GPUs",)
     if placement.devices:

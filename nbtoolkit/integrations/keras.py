@@ -5,10 +5,16 @@ os.environ["KERAS_BACKEND"] = "torch"  # in a cell, before the first import of k
 from nbtoolkit.integrations import keras as nbk
 
 model.fit(x, y, epochs=15, callbacks=[nbk.callback(ctx)], initial_epoch=nbk.initial_epoch(ctx))
+
+With TensorFlow as the back end, a ``MirroredStrategy`` trains on all devices of the plan:
+
+with nbk.strategy(ctx).scope():  # first of all
+    model = ...
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -58,6 +64,40 @@ def check_backend() -> None:
 with requires("keras", "3.3"):
     check_backend()
     import keras
+
+
+def strategy(ctx: RunContext) -> Any:
+    """Make TensorFlow's ``MirroredStrategy`` over the plan's devices, before other TensorFlow.
+
+    TensorFlow then takes a GPU's memory as it needs it, not all at once, and as many CPU threads
+    as the plan says.
+
+    Args:
+        ctx: the run's context.
+
+    Raises:
+        FitError: TensorFlow has opened its devices already.
+        LaunchError: called outside of ``train``.
+        MissingExtra: TensorFlow is not installed.
+        PlanError: there are several ranks.
+    """
+    check_inside_train(ctx, "strategy")
+    refuse_ranks(ctx, "TensorFlow")
+    with requires("tensorflow", "2.16"):
+        import tensorflow
+    try:
+        for gpu in tensorflow.config.list_physical_devices("GPU"):
+            tensorflow.config.experimental.set_memory_growth(gpu, True)
+        threads = ctx.plan.threads_per_rank
+        tensorflow.config.threading.set_intra_op_parallelism_threads(threads)
+        tensorflow.random.set_seed(ctx.seed)
+        return tensorflow.distribute.MirroredStrategy()
+    except RuntimeError as error:
+        raise FitError(
+            f"TensorFlow has opened its devices before nbk.strategy(ctx): {error}",
+            allowed="nbk.strategy(ctx) before the first tensor, variable or model of TensorFlow",
+            do="move it to the first line of train, and make tensors and models after it",
+        ) from error
 
 
 def initial_epoch(ctx: RunContext, *, name: str = "trainer") -> int:
@@ -126,9 +166,11 @@ class KerasCallback(keras.callbacks.Callback):
                     allowed="a model with an Input layer, or after model.build(shape)",
                     do="call the model on one batch before model.fit",
                 )
-            if not model.optimizer.built:
-                model.optimizer.build(model.trainable_variables)
-            model.load_weights(last_checkpoint(self._ctx, name=self._name))
+            strategy = getattr(model, "distribute_strategy", None)  # of TensorFlow
+            with contextlib.nullcontext() if strategy is None else strategy.scope():
+                if not model.optimizer.built:
+                    model.optimizer.build(model.trainable_variables)
+                model.load_weights(last_checkpoint(self._ctx, name=self._name))
             restore_random_state(state["random"][0], self._ctx.device)
         self._step = int(model.optimizer.iterations)
         self._watch.begin(self._step)

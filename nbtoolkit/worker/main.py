@@ -299,7 +299,7 @@ def join_group(plan: LaunchPlan, rank: int, store: Store | None = None) -> None:
     import torch
     import torch.distributed as dist
 
-    if plan.device_type == "cuda" and plan.strategy != "tensorflow":
+    if plan.device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():  # a script under torchrun may have joined already
         limit = timedelta(seconds=plan.group_timeout)

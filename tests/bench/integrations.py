@@ -117,11 +117,11 @@ def keras(ctx: Any, ours: bool, folder: Path) -> Taken:
 
 
 def tensorflow(ctx: Any, ours: bool, folder: Path) -> Taken:
-    from nbtoolkit.integrations import tensorflow as nbtf
+    from nbtoolkit.integrations import keras as nbk
 
     # Also alone: TensorFlow's threads are set once in a process.
-    with nbtf.strategy(ctx).scope():
-        return keras_fit(nbtf.callback(ctx) if ours else None, folder)
+    with nbk.strategy(ctx).scope():
+        return keras_fit(nbk.callback(ctx) if ours else None, folder)
 
 
 def keras_fit(callback: Any, folder: Path) -> Taken:

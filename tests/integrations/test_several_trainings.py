@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -112,29 +111,20 @@ def transformers(config: nb.Config, ctx: nb.RunContext) -> dict[str, Any]:
 
 
 def keras(config: nb.Config, ctx: nb.RunContext) -> dict[str, Any]:
-    from nbtoolkit.integrations import keras as nbk
-
-    return keras_fits(
-        config,
-        ctx,
-        lambda name: {
-            "callbacks": [nbk.callback(ctx, **name)],
-            "initial_epoch": nbk.initial_epoch(ctx, **name),
-        },
-    )
+    return keras_fits(config, ctx)
 
 
 def tensorflow(config: nb.Config, ctx: nb.RunContext) -> dict[str, Any]:
-    from nbtoolkit.integrations import tensorflow as nbtf
+    from nbtoolkit.integrations import keras as nbk
 
-    with nbtf.strategy(ctx).scope():
-        return keras_fits(config, ctx, lambda name: {"callbacks": [nbtf.callback(ctx, **name)]})
+    with nbk.strategy(ctx).scope():
+        return keras_fits(config, ctx)
 
 
-def keras_fits(
-    config: nb.Config, ctx: nb.RunContext, arguments: Callable[[Any], dict[str, Any]]
-) -> dict[str, Any]:
+def keras_fits(config: nb.Config, ctx: nb.RunContext) -> dict[str, Any]:
     import keras
+
+    from nbtoolkit.integrations import keras as nbk
 
     begun: list[tuple[int, int]] = []
 
@@ -150,10 +140,9 @@ def keras_fits(
     for part, name in enumerate(given(config)):
         model.layers[0].trainable = part == 1
         model.compile(keras.optimizers.Adam(0.01), "mse")
-        more = arguments(name)
-        more["callbacks"].append(Look())
+        callbacks, first = [nbk.callback(ctx, **name), Look()], nbk.initial_epoch(ctx, **name)
         fit = {"batch_size": 16, "epochs": EPOCHS[part], "shuffle": False, "verbose": 0}
-        model.fit(*samples(), **fit, **more)
+        model.fit(*samples(), **fit, callbacks=callbacks, initial_epoch=first)
     weights = sum(float(abs(one).sum()) for one in model.get_weights())
     return {"weights": weights, "begun": begun}
 

@@ -1,4 +1,4 @@
-"""TensorFlow inside ``train``: the plan, one process, two workers, a sweep, what is refused."""
+"""TensorFlow inside ``train``: the plan, one process on all devices, a sweep, what is refused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from frameworks import needs
 from kernels import until
 from machines import P100, T4, cpu_machine, machine
 from records import owner_pid
@@ -23,18 +22,20 @@ from records import owner_pid
 import nbtoolkit as nb
 from nbtoolkit.doctor import held_gpus
 from nbtoolkit.environment.plan import make_plan
-from nbtoolkit.errors import FitError, MissingExtra
+from nbtoolkit.errors import PlanError
 from nbtoolkit.host import Host
-from nbtoolkit.integrations import tensorflow as nbtf
 from nbtoolkit.search.slots import make_slots
 
-needs_tensorflow = pytest.mark.skipif(
-    find_spec("tensorflow") is None or find_spec("tf_keras") is None,
-    reason="TensorFlow is not installed: pip install tensorflow-cpu tf-keras",
-)
+needs_tensorflow = needs("tensorflow", "keras")
 SCRIPT = Host(kind="script", reason="a test", working=Path("/tmp"), scratch=Path("/tmp"))
 BACKEND = {"distributed.backend": "tensorflow"}
 SECONDS = 240
+
+
+@pytest.fixture(autouse=True)
+def keras_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+
 
 # --- the plan ---------------------------------------------------------------------------------
 
@@ -49,12 +50,11 @@ def test_one_process_has_all_equal_devices() -> None:
     assert (alone.processes, len(alone.devices)) == (1, 2)
 
 
-def test_each_rank_is_a_worker_where_ranks_are_asked_for() -> None:
-    plan = make_plan({**BACKEND, "distributed.world_size": 2}, SCRIPT, machine(T4, T4))
-    assert (plan.processes, len(plan.devices), plan.backend) == (2, 2, "gloo")
-    assert "2 processes on 2 x Tesla T4 (tensorflow)" in plan.explain()
-    assert "MultiWorkerMirroredStrategy, one worker per rank" in plan.explain()
-    assert make_plan(BACKEND, SCRIPT, cpu_machine()).processes == 1
+def test_several_ranks_are_refused() -> None:
+    two = {**BACKEND, "distributed.world_size": 2}
+    for hardware in (machine(T4, T4), cpu_machine()):
+        with pytest.raises(PlanError, match=r"world_size is 2, but distributed.backend is tensorf"):
+            make_plan(two, SCRIPT, hardware)
 
 
 def test_a_trial_sees_its_own_device_only() -> None:
@@ -76,33 +76,19 @@ def test_a_kernel_in_which_tensorflow_holds_a_gpu_is_named() -> None:
     assert not held_gpus({"tensorflow"}, ["/dev/nvidiactl", "/dev/null"])
 
 
-def test_a_missing_tensorflow_is_an_error_with_the_install_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "tensorflow", None)  # what an absent module does
-    ctx: Any = SimpleNamespace(world_size=1)
-    for call in (nbtf.strategy, nbtf.callback):
-        with pytest.raises(MissingExtra, match="pip install tensorflow tf-keras"):
-            call(ctx)
-
-
 # --- real processes ---------------------------------------------------------------------------
 
 
-def fit_function(legacy: bool, fails: Path | None = None) -> Callable[..., dict[str, Any]]:
+def fit_function(fails: Path | None = None) -> Callable[..., dict[str, Any]]:
     """A training function for Keras' fit; it fails in the third epoch while ``fails`` exists."""
 
     def train(config: Any, ctx: Any) -> dict[str, Any]:
-        import os
-
-        if legacy:
-            os.environ["TF_USE_LEGACY_KERAS"] = "1"
         import numpy as np
         import tensorflow as tf
 
-        from nbtoolkit.integrations import tensorflow as nbtf
+        from nbtoolkit.integrations import keras as nbk
 
-        strategy = nbtf.strategy(ctx)
+        strategy = nbk.strategy(ctx)
 
         class Fails(tf.keras.callbacks.Callback):  # type: ignore[misc]
             def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -121,7 +107,8 @@ def fit_function(legacy: bool, fails: Path | None = None) -> Callable[..., dict[
             epochs=config.train.epochs,
             verbose=0,
             validation_data=data,
-            callbacks=[nbtf.callback(ctx), Fails()],
+            callbacks=[nbk.callback(ctx), Fails()],
+            initial_epoch=nbk.initial_epoch(ctx),
         )
         return {
             "replicas": strategy.num_replicas_in_sync,
@@ -150,13 +137,12 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.apart
 def test_fit_of_keras_3_on_one_process_reports_resumes_and_stops(tmp_path: Path) -> None:
     fails = tmp_path / "fails"
-    train = fit_function(False, fails=fails)
+    train = fit_function(fails)
     whole = nb.launch(train, settings(tmp_path / "whole", **{"train.epochs": 4}))
     assert whole.value["strategy"] == "MirroredStrategy"
     assert whole.value["epochs"] == [0, 1, 2, 3]
     assert whole.value["threads"] == whole.plan.threads_per_rank
     assert whole.metrics["val_loss"] > 0
-    assert (whole.paths.checkpoints / "trainer").is_dir()
     fails.touch()
     config = settings(tmp_path / "cut", **{"train.epochs": 4})
     with pytest.raises(OSError, match="a disk that failed"):
@@ -174,102 +160,12 @@ def test_fit_of_keras_3_on_one_process_reports_resumes_and_stops(tmp_path: Path)
 
 @needs_tensorflow
 @pytest.mark.apart
-def test_two_workers_of_tf_keras_take_the_steps_of_one(tmp_path: Path) -> None:
-    fails = tmp_path / "fails"
-    train = fit_function(True, fails=fails)
-    one = nb.launch(train, settings(tmp_path / "one", **{"train.epochs": 4}))
-    config = settings(tmp_path / "two", **{"train.epochs": 4, "distributed.world_size": 2})
-    fails.touch()
-    with pytest.raises(OSError, match="a disk that failed"):
-        nb.launch(train, config)
-    fails.unlink()
-    two = nb.launch(train, config)  # continues after the second epoch
-    assert [value["replicas"] for value in two.values] == [2, 2]
-    assert two.value["strategy"] == "CollectiveAllReduceStrategy"
-    assert two.values[0]["weights"] == two.values[1]["weights"]
-    assert two.value["weights"] == pytest.approx(one.value["weights"], rel=1e-4)
-    assert two.value["epochs"] == [2, 3]
-    assert two.value["losses"] == pytest.approx(one.value["losses"][2:], rel=1e-4)
-
-
-@needs_tensorflow
-@pytest.mark.apart
-def test_an_own_loop_on_two_workers_reports_and_keras_3_is_refused(tmp_path: Path) -> None:
-    def train(config: Any, ctx: Any) -> dict[str, Any]:
-        import json
-        import os
-
-        import numpy as np
-        import tensorflow as tf
-
-        from nbtoolkit.errors import FitError
-        from nbtoolkit.integrations import tensorflow as nbtf
-
-        strategy = nbtf.strategy(ctx)
-        mean = tf.distribute.ReduceOp.MEAN
-        x = np.random.RandomState(ctx.rank).rand(8, 8).astype("float32")
-        rows = tf.data.Dataset.from_tensor_slices((x, x.sum(1, keepdims=True))).batch(8).repeat()
-        batches = iter(strategy.distribute_datasets_from_function(lambda context: rows))
-        with strategy.scope():
-            weights = tf.Variable(tf.zeros((8, 1)))
-
-        def on_replica(inputs, targets):  # autograph finds no annotations
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((inputs @ weights - targets) ** 2)
-            (own,) = tape.gradient(loss, [weights])
-            (gradient,) = tf.distribute.get_replica_context().all_reduce(mean, [own])
-            weights.assign_sub(0.1 * gradient)
-            return loss
-
-        @tf.function
-        def step(batch):
-            return strategy.reduce(mean, strategy.run(on_replica, args=batch), axis=None)
-
-        for number in range(5):
-            ctx.report({"loss": float(step(next(batches)))}, step=number)
-        try:
-            nbtf.callback(ctx)
-        except FitError as error:
-            refused = str(error)
-        workers = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
-        return {"weights": weights.numpy(), "refused": refused, "workers": workers}
-
-    config = settings(tmp_path, **{"distributed.world_size": 2})
-    result = nb.launch(train, config)
-    first, second = result.values
-    assert (first["weights"] == second["weights"]).all()
-    assert "the fit of Keras 3 does not work on 2 workers" in first["refused"]
-    assert "TF_USE_LEGACY_KERAS" in first["refused"]
-    assert first["workers"] == second["workers"]
-    assert all(worker.startswith("127.0.0.1:") for worker in first["workers"])
-    losses = [event["values"]["loss"] for event in events(result.paths.folder, "report")]
-    assert len(losses) == 5
-    assert losses[-1] < losses[0] / 10
-
-
-@needs_tensorflow
-@pytest.mark.apart
-def test_ranks_for_torch_are_refused(tmp_path: Path) -> None:
-    def train(config: Any, ctx: Any) -> None:
-        from nbtoolkit.integrations import tensorflow as nbtf
-
-        nbtf.strategy(ctx)
-
-    config = settings(tmp_path, **{"distributed.world_size": 2, "distributed.backend": "gloo"})
-    with pytest.raises(
-        FitError, match=r"2 ranks were started for torch [\s\S]*backend: tensorflow"
-    ):
-        nb.launch(train, config)
-
-
-@needs_tensorflow
-@pytest.mark.apart
 def test_a_sweep_runs_fit_in_each_trial(tmp_path: Path) -> None:
     search = {
         "study": {"metric": "val_loss", "direction": "minimize", "sampler": "grid"},
         "space": {"optim.lr": {"type": "categorical", "choices": [0.1, 1e-6]}},
     }
-    study = nb.sweep(fit_function(False), settings(tmp_path), search, n_trials=2)
+    study = nb.sweep(fit_function(), settings(tmp_path), search, n_trials=2)
     assert study.status == "completed"
     assert study.best_params == {"optim.lr": 0.1}
 
@@ -290,28 +186,25 @@ PRUNED = {
 @pytest.mark.apart
 def test_a_trial_is_pruned_after_an_epoch(tmp_path: Path) -> None:
     config = settings(tmp_path, **{"train.epochs": 4})
-    study = nb.sweep(fit_function(False), config, PRUNED, n_trials=3)
+    study = nb.sweep(fit_function(), config, PRUNED, n_trials=3)
     # With two slots the third trial starts when one of the others is done.
     assert list(study.trials["state"]) == ["complete", "complete", "pruned"]
     reported = events(study.paths.folder / study.trials.iloc[2]["folder"], "report")
     assert 1 <= len(reported) < 4
 
 
-def slow_function(folder: Path, legacy: bool) -> Callable[..., Any]:
+def slow_function(folder: Path) -> Callable[..., Any]:
     """Epochs of 200 batches; all but the first are slow until ``folder / "fast"`` exists."""
 
     def train(config: Any, ctx: Any) -> Any:
-        import os
         import time
 
-        if legacy:
-            os.environ["TF_USE_LEGACY_KERAS"] = "1"
         import numpy as np
         import tensorflow as tf
 
-        from nbtoolkit.integrations import tensorflow as nbtf
+        from nbtoolkit.integrations import keras as nbk
 
-        strategy = nbtf.strategy(ctx)
+        strategy = nbk.strategy(ctx)
 
         class Slow(tf.keras.callbacks.Callback):  # type: ignore[misc]
             def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -319,7 +212,7 @@ def slow_function(folder: Path, legacy: bool) -> Callable[..., Any]:
 
             def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
                 if self.slow:
-                    (folder / f"begun-{ctx.rank}").touch()
+                    (folder / "begun").touch()
                     time.sleep(0.2)
 
         x = np.random.RandomState(0).rand(64, 8).astype("float32")
@@ -327,19 +220,21 @@ def slow_function(folder: Path, legacy: bool) -> Callable[..., Any]:
         with strategy.scope():
             model = tf.keras.Sequential([tf.keras.Input((8,)), tf.keras.layers.Dense(1)])
             model.compile("sgd", "mse")
-        callbacks = [Slow(), nbtf.callback(ctx)]
+        callbacks = [Slow(), nbk.callback(ctx)]
         batches = data.repeat(50).batch(16)
-        return model.fit(batches, epochs=3, verbose=0, callbacks=callbacks).epoch
+        first = nbk.initial_epoch(ctx)
+        return model.fit(
+            batches, epochs=3, verbose=0, callbacks=callbacks, initial_epoch=first
+        ).epoch
 
     return train
 
 
 @needs_tensorflow
 @pytest.mark.apart
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_ends_within_an_epoch_and_repeats_it_when_resumed(tmp_path: Path, ranks: int) -> None:
-    train, begun = slow_function(tmp_path, legacy=ranks > 1), tmp_path / f"begun-{ranks - 1}"
-    config = settings(tmp_path, **{"train.epochs": 3, "distributed.world_size": ranks})
+def test_a_run_ends_within_an_epoch_and_repeats_it_when_resumed(tmp_path: Path) -> None:
+    train, begun = slow_function(tmp_path), tmp_path / "begun"
+    config = settings(tmp_path, **{"train.epochs": 3})
 
     def ended(end: Callable[[nb.RunHandle], object]) -> tuple[nb.RunResult, float]:
         """Start it, end it within the second epoch, and return the seconds that it took to end."""
@@ -364,10 +259,10 @@ def test_a_run_ends_within_an_epoch_and_repeats_it_when_resumed(tmp_path: Path, 
     limited = {**config, "runtime.time_budget": 20.0}
     budget = nb.launch(train, limited, display="off")
     assert (budget.status, budget.paths.folder) == ("deadline", stopped.paths.folder)
-    assert [event["step"] for event in events(budget.paths.folder, "report")] == [1]
+    assert [event["step"] for event in events(budget.paths.folder, "report")] == [200]
     (tmp_path / "fast").touch()
     whole = nb.launch(train, config, display="off")
-    assert whole.values == [[1, 2]] * ranks
+    assert whole.values == [[1, 2]]
     assert whole.paths.folder == stopped.paths.folder
 
 

@@ -164,15 +164,15 @@ def keras_simple_mnist_convnet(config: Any, ctx: Any) -> dict[str, float]:
 
 
 # --- https://www.tensorflow.org/tutorials/distribute/keras, "Distributed training with Keras"
-# Without the TensorBoard callback; each rank has a folder of its own for the page's checkpoints.
+# Without the TensorBoard callback.
 
 
 def tensorflow_distributed_training_with_keras(config: Any, ctx: Any) -> dict[str, float]:
     import tensorflow as tf
 
-    from nbtoolkit.integrations import tensorflow as nbtf
+    from nbtoolkit.integrations import keras as nbk
 
-    strategy = nbtf.strategy(ctx)  # nbtoolkit
+    strategy = nbk.strategy(ctx)  # nbtoolkit
     BUFFER_SIZE = 10000
     BATCH_SIZE_PER_REPLICA = 8
     BATCH_SIZE = BATCH_SIZE_PER_REPLICA * strategy.num_replicas_in_sync
@@ -205,7 +205,7 @@ def tensorflow_distributed_training_with_keras(config: Any, ctx: Any) -> dict[st
             optimizer=tf.keras.optimizers.Adam(),
             metrics=["accuracy"],
         )
-    checkpoint_prefix = str(ctx.paths.folder / f"training_checkpoints-{ctx.rank}" / "ckpt_{epoch}")
+    checkpoint_prefix = str(ctx.paths.folder / "training_checkpoints" / "ckpt_{epoch}")
 
     def decay(epoch: int) -> float:
         if epoch < 3:
@@ -218,16 +218,22 @@ def tensorflow_distributed_training_with_keras(config: Any, ctx: Any) -> dict[st
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             print(f"Learning rate for epoch {epoch + 1} is {model.optimizer.learning_rate.numpy()}")
 
-    callbacks = [  # nbtoolkit
+    callbacks = [
         tf.keras.callbacks.ModelCheckpoint(
             filepath=checkpoint_prefix + ".weights.h5", save_weights_only=True
         ),
         tf.keras.callbacks.LearningRateScheduler(decay),
         PrintLR(),
         Slow(),
-        nbtf.callback(ctx),
+        nbk.callback(ctx),
     ]
-    model.fit(train_dataset, epochs=epochs(config), callbacks=callbacks, verbose=0)
+    model.fit(  # nbtoolkit
+        train_dataset,
+        epochs=epochs(config),
+        callbacks=callbacks,
+        verbose=0,
+        initial_epoch=nbk.initial_epoch(ctx),
+    )
     weights = float(sum(abs(one).sum() for one in model.get_weights()))
     return {"weights": weights, "replicas": float(strategy.num_replicas_in_sync)}
 
