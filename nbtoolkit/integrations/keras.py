@@ -172,7 +172,7 @@ class KerasCallback(keras.callbacks.Callback):
                     model.optimizer.build(model.trainable_variables)
                 model.load_weights(last_checkpoint(self._ctx, name=self._name))
             restore_random_state(state["random"][0], self._ctx.device)
-        self._step = int(model.optimizer.iterations)
+        self._step = int(keras.ops.convert_to_numpy(model.optimizer.iterations))
         self._watch.begin(self._step)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -205,7 +205,7 @@ class KerasCallback(keras.callbacks.Callback):
             RunStopped: the run must stop here.
         """
         self._epoch = epoch + 1
-        self._watch.times.save(lambda: self._save(self._epoch))
+        self._watch.save(lambda: self._save(self._epoch))
         self._ctx.report(as_numbers(logs or {}, self._name), step=self._step)
 
     def _save(self, epoch: int) -> None:

@@ -188,7 +188,7 @@ class LightningCallback(Checkpoint):
         self._ctx.report(as_numbers(trainer.callback_metrics, self._name), step=step)
 
     def _save(self, trainer: Trainer) -> None:
-        self._watch.times.save(lambda: self._write(trainer))
+        self._watch.save(lambda: self._write(trainer))
 
     def _write(self, trainer: Trainer) -> None:
         """Write a checkpoint of Lightning's own; all ranks call it."""

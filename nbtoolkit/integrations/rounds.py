@@ -70,7 +70,7 @@ class Rounds:
             self._ctx.report(metrics, done)
         except RunStopped as stop:
             if stop.status != "pruned":
-                self._watch.times.save(lambda: self._save(done, dump))
+                self._watch.save(lambda: self._save(done, dump))
             raise
 
     def _save(self, done: int, dump: Dump) -> None:

@@ -180,7 +180,7 @@ class TransformersCallback(TrainerCallback):
         """
         path = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         record_checkpoint(self._ctx, path, state.global_step, self._name)
-        self._watch.times.restart()
+        self._watch.times.saved()
         self._leave_now()
 
     def on_train_end(

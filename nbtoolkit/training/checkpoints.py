@@ -17,6 +17,7 @@ from nbtoolkit.training.step import TrainStep
 from nbtoolkit.training.strategy import HostState
 from nbtoolkit.training.train_state import State
 from nbtoolkit.worker.collectives import broadcast
+from nbtoolkit.worker.watch import SaveTimes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,7 @@ class _BestWeights(NamedTuple):
     about: State
 
 
-class CheckpointManager:
+class CheckpointManager(SaveTimes):
     """The checkpoints of one fit. All ranks have one; only the main rank's copies and writes.
 
     A context manager: on exit it finishes writing.
@@ -51,10 +52,10 @@ class CheckpointManager:
     """
 
     def __init__(self, ctx: RunContext, config: Config) -> None:
+        super().__init__(config.checkpoint)
         self.number = number = _fits[ctx] = _fits.get(ctx, 0) + 1
         folder = ctx.paths.checkpoints
         self._ctx, self._settings = ctx, config.checkpoint
-        self._on = config.checkpoint.enabled
         self._store = CheckpointStore(
             folder if number == 1 else folder / f"fit-{number}", keep=config.checkpoint.keep_last
         )
@@ -63,7 +64,7 @@ class CheckpointManager:
         self._best: _BestWeights | None = None
         self._writing: _BestWeights | None = None
         self._best_weights: State | None = None  # as long as this process has them
-        self._saved_at, self._saved = time.monotonic(), (-1, -1)
+        self._saved = (-1, -1)
         self._best_written_at, self._state_bytes = 0.0, 0
 
     def __enter__(self) -> CheckpointManager:
@@ -72,26 +73,19 @@ class CheckpointManager:
     def __exit__(self, *_: object) -> None:
         self.finish_writing()
 
-    def due_by_steps(self, step: int) -> bool:
-        """Whether a checkpoint is due after optimizer step ``step``; the same on all ranks."""
-        every = self._settings.every_steps
-        return self._on and every is not None and step % every == 0
-
     def due_by_epochs(self, epoch: int) -> bool:
         """Whether a checkpoint is due after ``epoch``; the same on all ranks."""
         every = self._settings.every_epochs
-        return self._on and every is not None and epoch % every == 0
+        return self.enabled and every is not None and epoch % every == 0
 
     def due_by_time(self) -> bool:
         """Whether a checkpoint is due now, by this rank's clock; the ranks have to agree."""
-        every = self._settings.every_minutes
-        late = every is not None and time.monotonic() - self._saved_at >= every * 60
-        return self._on and late and not self._writer.busy
+        return super().due_by_time() and not self._writer.busy
 
     @property
     def reserve(self) -> float:
         """Seconds to reserve for a checkpoint: 1 and twice the last write; 0 when off."""
-        if not self._on:
+        if not self.enabled:
             return 0.0
         return 1.0 + 2 * (self._writer.seconds or self._state_bytes / _SLOW_DISK)
 
@@ -104,9 +98,9 @@ class CheckpointManager:
             about: for the manifest; a second call at the same step and ``epoch`` does nothing.
         """
         position = step, about["epoch"]
-        if not self._on or position == self._saved or not self._ctx.is_main:
+        if not self.enabled or position == self._saved or not self._ctx.is_main:
             return
-        self._saved_at = time.monotonic()
+        self.saved()
         self.finish_writing()
         if self._best is None:  # else the state would name a best epoch that is not on disk
             self._saved = position
@@ -125,12 +119,12 @@ class CheckpointManager:
             step: optimizer steps done.
             about: for the manifest.
         """
-        if not self._ctx.is_main or not (self._on or self._settings.weights == "best"):
+        if not self._ctx.is_main or not (self.enabled or self._settings.weights == "best"):
             return
         if self._writer.busy:
             self._finish()  # it may be writing the previous best from the same memory
         self._best_weights = self._weights_copy.update(state)
-        if self._on:
+        if self.enabled:
             self._best = _BestWeights(step, self._best_weights, about)
             self._write_best(now=False)
 
@@ -162,7 +156,7 @@ class CheckpointManager:
             CheckpointError: they do not fit.
         """
         self._state_bytes = state
-        if not self._on or not self._ctx.is_main:
+        if not self.enabled or not self._ctx.is_main:
             return
         folder, kept = self._ctx.paths.folder, self._settings.keep_last
         needed = (kept + 1) * state + 2 * weights
@@ -183,7 +177,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: there are checkpoints, and all of them are damaged.
         """
-        if not self._on:
+        if not self.enabled:
             return None
         latest: StoredCheckpoint | CheckpointError | None = None
         if self._ctx.is_main:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from nbtoolkit.config.reads import mark_used
 from nbtoolkit.config.schema import ConfigLike, as_config
@@ -36,7 +36,7 @@ from nbtoolkit.training.optim.optimizer import GivenOptimizer, refuse_several
 from nbtoolkit.training.optim.schedule import GivenSchedule
 from nbtoolkit.training.step import Forward, Recipe, TrainStep
 from nbtoolkit.training.step_time import StepClock, StepProfiler
-from nbtoolkit.training.sync import ControlSignal, LossWindow, RankSync, SyncResult
+from nbtoolkit.training.sync import LossWindow, SyncResult, sync_ranks
 from nbtoolkit.training.train_state import (
     MetricLogger,
     RandomState,
@@ -46,13 +46,15 @@ from nbtoolkit.training.train_state import (
     gather_random_states,
     restore_random_state,
 )
+from nbtoolkit.worker.random_numbers import seed_rank
+from nbtoolkit.worker.watch import Watch
 
 if TYPE_CHECKING:
     import torch
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.worker.context import RunContext
-from nbtoolkit.worker.random_numbers import seed_rank
+    from nbtoolkit.worker.watch import Signal
 
 
 def fit(
@@ -230,7 +232,7 @@ class _Training:
         self._callbacks, self._epoch = callbacks, 0
         self._train_step, self._checkpoints = train_step, checkpoints
         self._state, self._logger = TrainState(ctx, config), MetricLogger(ctx)
-        self._rank_sync = RankSync(ctx, config.checkpoint.every_steps)
+        self._watch = Watch(ctx, checkpoints)
         self._window, self._clock = LossWindow(), StepClock(ctx, train_step.model)
         if config.tracking.record_samples and ctx.is_main:
             inexact = inexact_layers(train_step.module)
@@ -282,11 +284,11 @@ class _Training:
         if not state.taken:
             seed_rank(ctx.device, ctx.seed, "epoch", epoch, ctx.rank)
         train_step.module.train()
-        rank_sync, log_every = self._rank_sync, self._config.tracking.log_every_n_steps
+        watch, log_every = self._watch, self._config.tracking.log_every_n_steps
         self._epoch = epoch
         self._moment("on_train_epoch_start")
         each_step = self._callbacks.have("on_train_batch_end")
-        rank_sync.begin(train_step.steps_done)
+        watch.begin(train_step.steps_done)
         self._logger.begin()
         self._clock.begin()
         left = train_step.steps - train_step.steps_done
@@ -299,10 +301,10 @@ class _Training:
                 window.add_log_point(train_step)
             if each_step and micro_batch.last:
                 self._moment("on_train_batch_end")
-            if micro_batch.last and step == rank_sync.next:
+            if micro_batch.last and watch.due(step):
                 state.taken = train_step.steps_done - before
                 result = self._sync()
-                self._handle(result)
+                self._handle(result.signal)
                 self._clock.begin()
                 if result.stop:
                     break
@@ -336,7 +338,9 @@ class _Training:
         try:
             self._ctx.report(values, step=state.epoch)
         except RunStopped as stop:
-            self._stop(stop, None)
+            if stop.status != "pruned":
+                self._save(None)
+            raise
 
     def finish(self) -> dict[str, float]:
         """Load the weights that ``checkpoint.weights`` says; returns the values of ``fit``."""
@@ -374,10 +378,11 @@ class _Training:
         train_step, window, logger = self._train_step, self._window, self._logger
         losses = window.values()  # waits for the device
         steps = sum(micro_batch.last for micro_batch in window.micro_batches)
-        result = self._rank_sync.sync(
+        result = sync_ranks(
+            self._ctx,
+            self._watch,
             train_step.steps_done,
             window.sums(losses),
-            signal=self._control_signal(),
             own=[*self._clock.take(steps), logger.memory()],
             stop=self._callbacks.stop_requested,
         )
@@ -397,33 +402,13 @@ class _Training:
                 logger.write(point, memory, shares)
         return result
 
-    def _control_signal(self) -> ControlSignal:
-        """What this rank asks all ranks to do; only the main rank's counts."""
-        ctx = self._ctx
-        if not ctx.is_main:
-            return ControlSignal.CONTINUE
-        if ctx.stop_requested(self._checkpoints.reserve):
-            return ControlSignal.CHECK_STOP
-        return ControlSignal.SAVE if self._checkpoints.due_by_time() else ControlSignal.CONTINUE
-
-    def _handle(self, result: SyncResult) -> None:
+    def _handle(self, signal: Signal) -> None:
         """Within an epoch: save a due checkpoint, or stop."""
-        ctx, checkpoints = self._ctx, self._checkpoints
-        if result.signal is ControlSignal.CHECK_STOP:
-            random_states = gather_random_states(ctx.device, ctx.world_size)
-            status = ctx.should_stop(reserve=checkpoints.reserve)
-            if status is not None:
-                self._stop(RunStopped(status), random_states)
-        elif result.signal is ControlSignal.SAVE or checkpoints.due_by_steps(
-            self._train_step.steps_done
-        ):
-            self._save(gather_random_states(ctx.device, ctx.world_size))
-
-    def _stop(self, stop: RunStopped, random_states: list[RandomState] | None) -> NoReturn:
-        """Save, unless the run cannot be resumed, and stop; all ranks do."""
-        if stop.status != "pruned":
-            self._save(random_states)
-        raise stop
+        decision = self._watch.decision(signal, self._train_step.steps_done)
+        if decision.save:
+            self._save(gather_random_states(self._ctx.device, self._ctx.world_size))
+        if decision.status is not None:
+            raise RunStopped(decision.status)
 
     def _refuse_losses(self, losses: list[float], micro_batches: list[MicroBatch]) -> None:
         """Find the step and the samples of a loss that is not finite; a collective."""

@@ -11,28 +11,17 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import BatchLoss
+from nbtoolkit.worker.watch import Signal, Watch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from nbtoolkit.training.step import TrainStep
     from nbtoolkit.worker.context import RunContext
-
-_SECONDS = 1.0  # between two synchronisations at most, if steps are shorter
-
-
-class ControlSignal(IntEnum):
-    """What rank 0 asks all ranks to do."""
-
-    CONTINUE = 0
-    SAVE = 1
-    CHECK_STOP = 2
-    """Ask the supervisor whether to stop."""
 
 
 class LossSum(NamedTuple):
@@ -54,12 +43,12 @@ class SyncResult:
         sums: the losses over all ranks, one sum for each log point since the last synchronisation,
             and one for the micro-batches after the last log point.
         signal: rank 0's.
-        own: of each rank the numbers it gave, see :meth:`RankSync.sync`.
+        own: of each rank the numbers it gave, see :func:`sync_ranks`.
         stop: whether a callback of any rank has asked to stop.
     """
 
     sums: list[LossSum]
-    signal: ControlSignal
+    signal: Signal
     own: list[list[float]]
     stop: bool
 
@@ -156,76 +145,31 @@ class LossWindow:
         )
 
 
-class RankSync:
-    """Decides when the ranks of a fit synchronise, and does it.
+def sync_ranks(
+    ctx: RunContext,
+    watch: Watch,
+    step: int,
+    sums: list[LossSum],
+    *,
+    stop: bool = False,
+    own: Sequence[float] = (),
+) -> SyncResult:
+    """Synchronise after ``step`` optimizer steps, in the agreement of the watch; a collective.
 
     Args:
         ctx: the run's context.
-        every: synchronise at every multiple of these optimizer steps, too; None: only after about
-            a second at most.
-
-    Attributes:
-        next: the optimizer step after which the ranks synchronise next; the same on all ranks.
+        watch: of this fit.
+        step: optimizer steps done.
+        sums: this rank's, from :meth:`LossWindow.sums`; equally many on all ranks.
+        stop: whether a callback of this rank has asked to stop.
+        own: numbers of this rank, not summed; equally many on all ranks.
     """
-
-    def __init__(self, ctx: RunContext, every: int | None) -> None:
-        self._ctx, self._every = ctx, every
-        self._step, self._since = 0, time.monotonic()
-        self._steps_ahead = 1  # the duration of a step is not known yet
-        self.next = 1
-
-    def begin(self, step: int) -> None:
-        """Set :attr:`next` from optimizer step ``step`` on; called by all ranks."""
-        self._step, self._since = step, time.monotonic()
-        every = self._every
-        due = [] if every is None else [step + every - step % every]
-        self.next = min([step + self._steps_ahead, *due])
-
-    def sync(
-        self,
-        step: int,
-        sums: list[LossSum],
-        *,
-        signal: ControlSignal,
-        stop: bool = False,
-        own: Sequence[float] = (),
-    ) -> SyncResult:
-        """Synchronise after ``step`` optimizer steps; called by all ranks.
-
-        Args:
-            step: optimizer steps done.
-            sums: this rank's, from :meth:`LossWindow.sums`; equally many on all ranks.
-            signal: what to do; rank 0's counts.
-            stop: whether a callback of this rank has asked to stop.
-            own: numbers of this rank, not summed; equally many on all ranks.
-        """
-        ctx = self._ctx
-        control = [float(signal), float(self._steps_in_time(step))] if ctx.is_main else [0.0, 0.0]
-        control.append(float(stop))
-        table = [0.0] * (ctx.world_size * len(own))
-        table[ctx.rank * len(own) : (ctx.rank + 1) * len(own)] = own
-        flat = [float(number) for part in sums for number in part]
-        agreed, steps_ahead, stops, *numbers = self._all_reduce([*control, *table, *flat])
-        table, flat = numbers[: len(table)], numbers[len(table) :]
-        rows = [table[rank * len(own) : (rank + 1) * len(own)] for rank in range(ctx.world_size)]
-        columns = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-        total = [LossSum(loss, weight, int(samples)) for loss, weight, samples in columns]
-        self._steps_ahead = int(steps_ahead)
-        self.begin(step)
-        return SyncResult(total, ControlSignal(int(agreed)), rows, stops > 0)
-
-    def _steps_in_time(self, step: int) -> int:
-        """The number of steps between two synchronisations, from the duration of the last ones."""
-        seconds = (time.monotonic() - self._since) / max(1, step - self._step)
-        return max(1, int(min(_SECONDS / max(seconds, 1e-6), 1e6)))
-
-    def _all_reduce(self, numbers: list[float]) -> list[float]:
-        if self._ctx.world_size == 1:
-            return numbers
-        import torch
-        import torch.distributed as dist
-
-        sums = torch.tensor(numbers, dtype=torch.float64, device=self._ctx.device)
-        dist.all_reduce(sums)
-        summed: list[float] = sums.tolist()
-        return summed
+    table = [0.0] * (ctx.world_size * len(own))
+    table[ctx.rank * len(own) : (ctx.rank + 1) * len(own)] = own
+    flat = [float(number) for part in sums for number in part]
+    signal, (stops, *numbers) = watch.agree(step, [float(stop), *table, *flat])
+    table, flat = numbers[: len(table)], numbers[len(table) :]
+    rows = [table[rank * len(own) : (rank + 1) * len(own)] for rank in range(ctx.world_size)]
+    columns = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+    total = [LossSum(loss, weight, int(samples)) for loss, weight, samples in columns]
+    return SyncResult(total, signal, rows, stops > 0)

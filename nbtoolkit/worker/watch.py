@@ -73,18 +73,9 @@ class SaveTimes:
             return False
         return time.monotonic() - self._saved_at >= self._minutes * 60
 
-    def restart(self) -> None:
-        """Count the minutes to the next checkpoint from now on."""
-        self._saved_at = time.monotonic()
-
-    def save(self, write: Callable[[], object]) -> None:
-        """Write a checkpoint, unless none are written, and note how long it takes."""
-        if not self.enabled:
-            return
-        began = time.monotonic()
-        write()
-        self.restart()
-        self._last_seconds = self._saved_at - began
+    def saved(self, seconds: float = 0.0) -> None:
+        """Note that a checkpoint was saved now, and how long it took."""
+        self._saved_at, self._last_seconds = time.monotonic(), seconds
 
 
 class Watch:
@@ -99,11 +90,11 @@ class Watch:
         self._ctx = ctx
         self.times = SaveTimes(ctx.config.checkpoint) if times is None else times
         self._steps_ahead = 1  # the duration of a step is not known yet
-        self._calls = 0
-        self.begin(0)
+        self._calls, self._begun = 0, False
 
     def begin(self, step: int) -> None:
-        """Start to watch after ``step`` steps; called by all ranks."""
+        """Start to watch after ``step`` steps, on all ranks; else :meth:`follow` starts it."""
+        self._begun = True
         self._step, self._since = step, time.monotonic()
         self._next = step + self._steps_ahead
 
@@ -118,11 +109,21 @@ class Watch:
             RunStopped: the run must stop here.
         """
         self._calls += 1
-        decision = self.decide(self._calls if step is None else step)
+        step = self._calls if step is None else step
+        if not self._begun:
+            self.begin(step)
+        decision = self.decide(step)
         if decision.save:
-            self.times.save(save)
+            self.save(save)
         if decision.status is not None:
             raise RunStopped(decision.status)
+
+    def save(self, write: Callable[[], object]) -> None:
+        """Write a checkpoint, unless none are written, and note how long it takes."""
+        if self.times.enabled:
+            began = time.monotonic()
+            write()
+            self.times.saved(time.monotonic() - began)
 
     def decide(self, step: int) -> Decision:
         """Return what all ranks do after ``step`` steps; each calls this once after each step."""
@@ -166,14 +167,11 @@ class Watch:
         return Signal.SAVE if self.times.due_by_time() else Signal.CONTINUE
 
     def _steps_in_time(self, step: int) -> int:
-        """The number of steps to the next agreement, from the duration of the last ones.
-
-        At most twice as many as the last time: the first call comes after the first step, so what
-        it measures is no duration of a step.
-        """
-        seconds = (time.monotonic() - self._since) / max(1, step - self._step)
-        steps = int(_SECONDS / max(seconds, 1e-6))
-        return max(1, min(steps, 2 * self._steps_ahead))
+        """The number of steps to the next agreement, from the duration of the last ones."""
+        if step == self._step:  # no step was measured
+            return self._steps_ahead
+        seconds = (time.monotonic() - self._since) / (step - self._step)
+        return max(1, int(_SECONDS / max(seconds, 1e-6)))
 
     def _all_reduce(self, numbers: list[float]) -> list[float]:
         if self._ctx.world_size == 1:

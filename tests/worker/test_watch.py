@@ -151,8 +151,8 @@ def test_the_ranks_agree_about_once_a_second(config: Config) -> None:
         return len(calls), seconds
 
     for calls, seconds in nb.launch(train, config, processes=2, display="off").values:
-        # The first steps show how long a step takes: agreements after 1, 3, 7, ... steps.
-        assert seconds / 2 < calls < seconds + 12
+        # On a machine in use, some steps take longer, and the number of the next ones is smaller.
+        assert seconds / 2 < calls < 2 * seconds + 4
 
 
 def test_a_pruned_trial_leaves_without_saving(config: Config) -> None:
