@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -157,6 +157,15 @@ def somebody_watches() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nbtoolkit.host._is_watched", lambda *_: True)
         yield
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    """The defaults, for runs in a folder of the test that are not tracked."""
+    import nbtoolkit as nb
+
+    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / "out")}
+    return nb.load_config(env=None, overrides=settings)
 
 
 def _shut_forkserver() -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jupyter_client.manager import start_new_kernel
 
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.host import Host, cpu_count, detect_host, memory_limit
@@ -312,43 +308,6 @@ def test_this_process() -> None:
     assert host.scratch.is_dir()
     assert host.cpu_count >= 1
     assert host.memory > 2**28
-
-
-ASK = """
-import json
-from nbtoolkit.host import detect_host
-host = detect_host()
-print(json.dumps([host.kind, host.is_rank, host.rank, host.world_size, host.rank_reason]))
-"""
-
-
-def test_a_real_kernel_with_stale_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    manager, client = start_new_kernel(startup_timeout=120, kernel_name="python3")
-    lines: list[str] = []
-    try:
-        client.execute_interactive(
-            ASK, timeout=120, output_hook=lambda m: lines.append(m["content"].get("text", ""))
-        )
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
-    kind, is_rank, rank, world, reason = json.loads("".join(lines))
-    assert (kind, is_rank, rank, world) == ("jupyter", False, 0, 1)
-    assert "stale" in reason
-
-
-@pytest.mark.long
-def test_real_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "ask.py"
-    own_file = "import os, sys\nsys.stdout = open(f'{sys.argv[1]}/{os.getpid()}.json', 'w')\n"
-    script.write_text(own_file + ASK)
-    options = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "logs")]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, str(script), str(tmp_path)]
-    subprocess.run(command, capture_output=True, timeout=240, check=True)
-    found = sorted(json.loads(path.read_text())[1:4] for path in tmp_path.glob("*.json"))
-    assert found == [[True, 0, 2], [True, 1, 2]]
 
 
 def write(folder: Path, files: dict[str, str]) -> None:

@@ -22,10 +22,6 @@ def removed() -> Iterator[None]:
     nb.set_deadline(None)
 
 
-def settings(folder: Path, **runtime: Any) -> dict[str, Any]:
-    return {"tracking": {"mlflow": False}, "runtime": {"output_dir": str(folder), **runtime}}
-
-
 def until_stopped(config: Any, ctx: Any) -> None:
     for step in range(10_000):
         ctx.report({"val_loss": 1.0}, step=step)
@@ -40,6 +36,9 @@ def left(now: float, **runtime: Any) -> float:
     deadline = time_limit(config, root=Path("/nowhere"), now=now, environ={}).deadline
     assert deadline is not None
     return deadline - now
+
+
+NO_TIMES = ["soon", "", -1, 0, True, [8]]
 
 
 def test_a_time_is_seconds_a_text_or_a_moment() -> None:
@@ -79,19 +78,19 @@ def test_the_sooner_limit_counts_and_both_are_said() -> None:
     assert left(time.time(), deadline="10000d") == pytest.approx(18 * 60, abs=1)
 
 
-@pytest.mark.parametrize("limit", ["soon", "", -1, 0, True, [8]])
-def test_what_is_no_time_is_refused(limit: Any) -> None:
+@pytest.mark.parametrize(
+    ("limit", "reserve", "message"),
+    [
+        *((limit, None, "was given .* as limit(.|\n)*as 8h or") for limit in NO_TIMES),
+        ("1h", "much", "was given 'much' as reserve"),
+        ("1h", "2h", "a reserve of 2 h leaves no time of 1 h"),
+    ],
+)
+def test_what_is_no_time_is_refused(limit: Any, reserve: Any, message: str) -> None:
     nb.set_deadline("1h")
-    with pytest.raises(ConfigError, match=r"nb.set_deadline was given .* as limit(.|\n)*as 8h or"):
-        nb.set_deadline(limit)
+    with pytest.raises(ConfigError, match=message):
+        nb.set_deadline(limit, reserve=reserve)
     assert left(time.time()) > 3000  # the deadline before stays
-
-
-def test_a_reserve_that_leaves_no_time_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a reserve of 2 h leaves no time of 1 h"):
-        nb.set_deadline("1h", reserve="2h")
-    with pytest.raises(ConfigError, match="was given 'much' as reserve"):
-        nb.set_deadline("1h", reserve="much")
 
 
 # --- what runs ---
@@ -99,42 +98,43 @@ def test_a_reserve_that_leaves_no_time_is_refused() -> None:
 
 @pytest.mark.long
 def test_a_launch_says_what_is_left_and_ends_in_time(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    config: nb.Config, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    nb.launch(lambda config, ctx: None, settings(tmp_path))  # the fork server's start takes seconds
+    nb.launch(lambda config, ctx: None, config)  # the fork server's start takes seconds
     deadline = nb.set_deadline(5, reserve=3)
     assert deadline is not None
-    result = nb.launch(until_stopped, settings(tmp_path), display="text")
+    result = nb.launch(until_stopped, config, display="text")
     assert result.status == "deadline"
     assert time.time() < deadline.timestamp()
     assert "(nb.set_deadline): this run may take 2 s, 3 s are reserved" in capfd.readouterr().out
     # It has begun before the deadline; the next one would begin inside the reserve.
-    folders = set(tmp_path.iterdir())
+    output_dir = Path(config.runtime.output_dir)
+    folders = set(output_dir.iterdir())
     with pytest.raises(DeadlinePassed, match=r"is in \d s, which are reserved: nothing new starts"):
         check_deadline(nb.Config())
     check_deadline(nb.Config(), uses_reserve=True)
     time.sleep(max(0.0, deadline.timestamp() - time.time()))
     everything = (
-        lambda: nb.launch(until_stopped, settings(tmp_path)),
-        lambda: nb.launch(until_stopped, settings(tmp_path), start="inline"),
-        lambda: nb.cross_validate(until_stopped, settings(tmp_path), nb.make_folds([0, 1] * 6)),
-        lambda: nb.sweep(until_stopped, settings(tmp_path), {"optim.lr": [0.1, 0.2]}, n_trials=2),
+        lambda: nb.launch(until_stopped, config),
+        lambda: nb.launch(until_stopped, config, start="inline"),
+        lambda: nb.cross_validate(until_stopped, config, nb.make_folds([0, 1] * 6)),
+        lambda: nb.sweep(until_stopped, config, {"optim.lr": [0.1, 0.2]}, n_trials=2),
     )
     match = r"the notebook's deadline, .*UTC, was \d+ s ago: nothing(.|\n)*Allowed(.|\n)*set_deadl"
     for call in everything:
         with pytest.raises(DeadlinePassed, match=match):
             call()
-    assert set(tmp_path.iterdir()) == folders  # nothing was begun
+    assert set(output_dir.iterdir()) == folders  # nothing was begun
     nb.set_deadline(None)
-    assert nb.launch(lambda config, ctx: 3, settings(tmp_path)).value == 3
+    assert nb.launch(lambda config, ctx: 3, config).value == 3
 
 
 @pytest.mark.long
-def test_a_sweep_shares_the_deadline(tmp_path: Path) -> None:
+def test_a_sweep_shares_the_deadline(config: nb.Config) -> None:
     deadline = nb.set_deadline(8, reserve=1)
     assert deadline is not None
     space = {"study": {"metric": "val_loss"}, "space": {"optim.lr": [0.1, 0.2]}}
-    result = nb.sweep(until_stopped, settings(tmp_path), space, n_trials=2, display="off")
+    result = nb.sweep(until_stopped, config, space, n_trials=2, display="off")
     assert result.status == "deadline"
     assert time.time() < deadline.timestamp() + 5
 
@@ -147,12 +147,12 @@ def second_fold_waits(config: Any, ctx: Any) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_a_deadline_in_the_second_fold_keeps_the_first(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    config: nb.Config, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folds = nb.make_folds([0, 1] * 6, k=3)
     nb.set_deadline(6, reserve=1)
     # One after the other: all devices for each fold.
-    cv = nb.cross_validate(second_fold_waits, settings(tmp_path), folds, processes=2, display="off")
+    cv = nb.cross_validate(second_fold_waits, config, folds, processes=2, display="off")
     assert cv.status == "deadline"
     assert cv.finished == [0]
     nb.set_deadline(None)

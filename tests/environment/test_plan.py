@@ -7,7 +7,6 @@ import itertools
 import json
 import pickle
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -18,42 +17,31 @@ from machines import (
     H100,
     P100,
     RTX_PRO,
+    SCRIPT,
     T4,
     V100,
     Card,
     cpu_machine,
     machine,
+    plan_on,
+    plan_settings,
+    says,
     uuid_of,
 )
 
-from nbtoolkit.config.schema import Config, load_config
+from nbtoolkit.config.schema import load_config
 from nbtoolkit.environment.hardware import Hardware
 from nbtoolkit.environment.launch_plan import BatchSplit, LaunchPlan, split_batch
 from nbtoolkit.environment.plan import Evidence, GroupNotFormed, PortBusy, make_plan
 from nbtoolkit.errors import GroupStartFailed, PlanError
-from nbtoolkit.host import Host
 
-HERE = Path("/somewhere")
-SCRIPT = Host(kind="script", reason="a test", working=HERE, scratch=HERE)
 KAGGLE = replace(SCRIPT, kind="kaggle")
 TPU = replace(KAGGLE, tpu=True, tpu_reason="TPU_NAME=local")
 MIG = replace(A100, slices=("MIG-1111", "MIG-2222"))
-
-
-def config(**settings: Any) -> Config:
-    """A config; ``distributed__enabled=True`` stands for ``distributed.enabled``."""
-    named = {name.replace("__", "."): value for name, value in settings.items()}
-    return load_config(env=None, overrides=named)
-
-
-def plan_on(
-    hardware: Hardware,
-    *evidence: Evidence,
-    host: Host = SCRIPT,
-    start: Any = "forkserver",
-    **settings: Any,
-) -> LaunchPlan:
-    return make_plan(config(**settings), host, hardware, evidence, start=start)
+HALF_T4 = replace(T4, total=T4.total // 2)
+ECC_T4 = replace(T4, total=T4.total - 2**28)
+TWO_T4 = machine(T4, T4)
+CPU = cpu_machine()
 
 
 def test_a_dict_of_settings_is_a_configuration() -> None:
@@ -63,148 +51,75 @@ def test_a_dict_of_settings_is_a_configuration() -> None:
     assert plan.processes == 2
 
 
-def says(plan: LaunchPlan, text: str) -> bool:
-    return any(text in reason for reason in plan.reasons)
+# What a machine gets without settings: the ranks, device, precision and backend, and a reason.
+MACHINES = {
+    "Kaggle 2xT4": (TWO_T4, "2 cuda fp16 nccl", "2 equal, usable GPUs"),
+    "Colab T4": (machine(T4), "1 cuda fp16 None", "the only usable GPU"),
+    "Kaggle P100": (machine(P100), "1 cpu fp32 None", "no code for sm_60"),
+    "P100, old torch": (machine(P100, build=CU124), "1 cuda fp32 None", "no tensor cores"),
+    "Kaggle RTX Pro": (machine(RTX_PRO), "1 cuda bf16 None", "is sm_120"),
+    "RTX, old torch": (machine(RTX_PRO, build=CU124), "1 cpu fp32 None", "no code for sm_120"),
+    "V100": (machine(V100, build=CU124), "1 cuda fp16 None", "sm_70"),
+    "2xH100": (machine(H100, H100), "2 cuda bf16 nccl", "natively"),
+    "8xA100": (machine(*[A100] * 8), "8 cuda bf16 nccl", "8 equal"),
+    "T4 + unusable": (machine(T4, P100), "1 cuda fp16 None", "GPU 1 (Tesla P100"),
+    "T4 + P100": (machine(T4, P100, build=CU124), "1 cuda fp16 None", "it differs from"),
+    "T4 + A100": (machine(T4, A100), "1 cuda bf16 None", "best of unequal"),
+    "A100 + 2xT4": (machine(A100, T4, T4), "1 cuda bf16 None", "best of unequal"),
+    "T4 + half a T4": (machine(T4, HALF_T4), "1 cuda fp16 None", "differs"),
+    "ECC takes a little": (machine(T4, ECC_T4), "2 cuda fp16 nccl", "2 equal"),
+    "MIG": (machine(MIG), "1 cuda bf16 None", "MIG slice cannot"),
+    "one masked": (machine(T4, T4, mask="1"), "1 cuda fp16 None", "only usable"),
+    "all hidden": (machine(T4, T4, mask=""), "1 cpu fp32 None", "VISIBLE_DEVICES='' shows 0"),
+    "CPU": (CPU, "1 cpu fp32 None", "no NVIDIA driver answers"),
+}
 
 
-@pytest.mark.parametrize(
-    ("hardware", "processes", "device_type", "precision", "backend", "sentence"),
-    [
-        pytest.param(
-            machine(T4, T4), 2, "cuda", "fp16", "nccl", "2 equal, usable GPUs", id="Kaggle 2xT4"
-        ),
-        pytest.param(machine(T4), 1, "cuda", "fp16", None, "the only usable GPU", id="Colab T4"),
-        pytest.param(machine(P100), 1, "cpu", "fp32", None, "no code for sm_60", id="Kaggle P100"),
-        pytest.param(
-            machine(P100, build=CU124), 1, "cuda", "fp32", None, "no tensor cores", id="P100, old"
-        ),
-        pytest.param(machine(RTX_PRO), 1, "cuda", "bf16", None, "is sm_120", id="Kaggle RTX Pro"),
-        pytest.param(
-            machine(RTX_PRO, build=CU124),
-            1,
-            "cpu",
-            "fp32",
-            None,
-            "no code for sm_120",
-            id="RTX old",
-        ),
-        pytest.param(machine(V100, build=CU124), 1, "cuda", "fp16", None, "sm_70", id="V100"),
-        pytest.param(machine(H100, H100), 2, "cuda", "bf16", "nccl", "natively", id="2xH100"),
-        pytest.param(machine(*[A100] * 8), 8, "cuda", "bf16", "nccl", "8 equal", id="8xA100"),
-        pytest.param(
-            machine(T4, P100), 1, "cuda", "fp16", None, "GPU 1 (Tesla P100", id="T4 + unusable"
-        ),
-        pytest.param(
-            machine(T4, P100, build=CU124),
-            1,
-            "cuda",
-            "fp16",
-            None,
-            "it differs from",
-            id="T4 + P100",
-        ),
-        pytest.param(machine(T4, A100), 1, "cuda", "bf16", None, "best of unequal", id="T4 + A100"),
-        pytest.param(
-            machine(A100, T4, T4), 1, "cuda", "bf16", None, "best of unequal", id="A100 + 2xT4"
-        ),
-        pytest.param(
-            machine(T4, replace(T4, total=T4.total // 2)),
-            1,
-            "cuda",
-            "fp16",
-            None,
-            "differs",
-            id="half",
-        ),
-        pytest.param(
-            machine(T4, replace(T4, total=T4.total - 2**28)),
-            2,
-            "cuda",
-            "fp16",
-            "nccl",
-            "2 equal",
-            id="ECC takes a little",
-        ),
-        pytest.param(machine(MIG), 1, "cuda", "bf16", None, "MIG slice cannot", id="MIG"),
-        pytest.param(
-            machine(T4, T4, mask="1"), 1, "cuda", "fp16", None, "only usable", id="masked"
-        ),
-        pytest.param(
-            machine(T4, T4, mask=""),
-            1,
-            "cpu",
-            "fp32",
-            None,
-            "VISIBLE_DEVICES='' shows 0",
-            id="hidden",
-        ),
-        pytest.param(cpu_machine(), 1, "cpu", "fp32", None, "no NVIDIA driver answers", id="CPU"),
-    ],
-)
-def test_what_is_there_is_used(
-    hardware: Hardware,
-    processes: int,
-    device_type: str,
-    precision: str,
-    backend: str | None,
-    sentence: str,
-) -> None:
+@pytest.mark.parametrize(("hardware", "decided", "reason"), MACHINES.values(), ids=MACHINES)
+def test_what_is_there_is_used(hardware: Hardware, decided: str, reason: str) -> None:
     plan = plan_on(hardware)
-    assert plan.processes == processes
-    assert plan.device_type == device_type
-    assert plan.precision == precision
-    assert plan.backend == backend
-    assert plan.strategy == ("ddp" if processes > 1 else "single")
-    assert len(plan.devices) == (processes if device_type == "cuda" else 0)
-    assert plan.global_batch_size == 128 == plan.batch_size_per_device * processes
-    assert says(plan, sentence)
+    assert f"{plan.processes} {plan.device_type} {plan.precision} {plan.backend}" == decided
+    assert plan.strategy == ("ddp" if plan.processes > 1 else "single")
+    assert len(plan.devices) == (plan.processes if plan.device_type == "cuda" else 0)
+    assert plan.global_batch_size == 128 == plan.batch_size_per_device * plan.processes
+    assert says(plan, reason)
 
 
 def test_the_devices_are_named_by_uuid_best_first() -> None:
-    assert plan_on(machine(T4, T4)).devices == (uuid_of(0), uuid_of(1))
+    assert plan_on(TWO_T4).devices == (uuid_of(0), uuid_of(1))
     assert plan_on(machine(T4, A100)).devices == (uuid_of(1),)
     assert plan_on(machine(T4, A100), distributed__world_size=2).devices == (uuid_of(1), uuid_of(0))
     assert plan_on(machine(MIG)).devices == ("MIG-1111",)
 
 
 @pytest.mark.parametrize(
-    ("settings", "processes", "sentence"),
+    ("hardware", "settings", "processes", "reason"),
     [
-        ({"distributed__enabled": False}, 1, "distributed.enabled is false"),
-        ({"distributed__strategy": "single"}, 1, "distributed.strategy is single"),
-        ({"distributed__world_size": 1}, 1, "distributed.world_size is 1"),
-        ({"distributed__world_size": 2}, 2, "distributed.world_size is 2"),
-        ({"distributed__enabled": True}, 2, "2 equal, usable GPUs"),
-        ({"distributed__strategy": "ddp"}, 2, "2 equal, usable GPUs"),
-        ({"distributed__device_ids": [1]}, 1, "the only usable GPU"),
-        ({"distributed__device_ids": [1, 0]}, 2, "2 equal"),
+        (TWO_T4, {"distributed__enabled": False}, 1, "distributed.enabled is false"),
+        (TWO_T4, {"distributed__strategy": "single"}, 1, "distributed.strategy is single"),
+        (TWO_T4, {"distributed__world_size": 1}, 1, "distributed.world_size is 1"),
+        (TWO_T4, {"distributed__world_size": 2}, 2, "distributed.world_size is 2"),
+        (TWO_T4, {"distributed__enabled": True}, 2, "2 equal, usable GPUs"),
+        (TWO_T4, {"distributed__strategy": "ddp"}, 2, "2 equal, usable GPUs"),
+        (TWO_T4, {"distributed__device_ids": [1]}, 1, "the only usable GPU"),
+        (TWO_T4, {"distributed__device_ids": [1, 0]}, 2, "2 equal"),
+        (CPU, {}, 1, "it uses all CPUs"),
+        (CPU, {"distributed__enabled": True}, 2, "on 4 CPUs, auto means 2"),
+        (CPU, {"distributed__strategy": "ddp"}, 2, "on 4 CPUs, auto means 2"),
+        (cpu_machine(1), {"distributed__enabled": True}, 1, "on 1 CPUs, auto means 1"),
+        (CPU, {"distributed__enabled": False}, 1, "distributed.enabled is false"),
+        (CPU, {"distributed__world_size": 2}, 2, "world_size is 2"),
+        (cpu_machine(2), {"distributed__world_size": 4}, 4, "world_size is 4"),
     ],
 )
-def test_sweep_config_on_two_t4(settings: dict[str, Any], processes: int, sentence: str) -> None:
-    plan = plan_on(machine(T4, T4), **settings)
-    assert plan.processes == processes
-    assert says(plan, sentence)
-
-
-@pytest.mark.parametrize(
-    ("settings", "cpus", "processes", "sentence"),
-    [
-        ({}, 4, 1, "it uses all CPUs"),
-        ({"distributed__enabled": True}, 4, 2, "on 4 CPUs, auto means 2"),
-        ({"distributed__strategy": "ddp"}, 4, 2, "on 4 CPUs, auto means 2"),
-        ({"distributed__enabled": True}, 1, 1, "on 1 CPUs, auto means 1"),
-        ({"distributed__enabled": False}, 4, 1, "distributed.enabled is false"),
-        ({"distributed__world_size": 3, "train__batch_size": 9}, 2, 3, "world_size is 3"),
-    ],
-)
-def test_sweep_config_on_a_cpu(
-    settings: dict[str, Any], cpus: int, processes: int, sentence: str
+def test_settings_decide_the_number_of_processes(
+    hardware: Hardware, settings: dict[str, Any], processes: int, reason: str
 ) -> None:
-    plan = plan_on(cpu_machine(cpus), **settings)
+    plan = plan_on(hardware, **settings)
     assert plan.processes == processes
-    assert plan.backend == ("gloo" if processes > 1 else None)
-    assert plan.devices == ()
-    assert says(plan, sentence)
+    assert says(plan, reason)
+    if hardware is not TWO_T4:
+        assert (plan.backend, plan.devices) == ("gloo" if processes > 1 else None, ())
 
 
 def test_unequal_gpus_are_used_together_when_asked_for() -> None:
@@ -219,71 +134,41 @@ def test_memory_in_use_is_said() -> None:
     assert not says(plan, "GPU 0 (Tesla T4, 15.0 GiB, sm_75): only")
 
 
-@pytest.mark.parametrize(
-    ("hardware", "settings", "what", "allowed"),
-    [
-        (
-            machine(T4, T4),
-            {"distributed__world_size": 3},
-            r"requests 3 processes.* 2 can be used",
-            "1 or 2 on GPUs; any number on the CPU",
-        ),
-        (
-            machine(T4, P100),
-            {"distributed__world_size": 2},
-            r"requests 2 processes.* 1 can be used: GPU 0",
-            "1 on GPUs",
-        ),
-        (machine(MIG), {"distributed__world_size": 2}, "1 can be used", "1 on GPUs"),
-        (
-            machine(T4),
-            {"distributed__device_ids": [0, 2]},
-            r"device_ids names \[2\], which this process cannot see",
-            "GPU 0 (Tesla T4, 15.0 GiB, sm_75)",
-        ),
-        (
-            cpu_machine(),
-            {"distributed__device_ids": [0]},
-            r"cannot see \(no NVIDIA driver answers",
-            "null (CPU only)",
-        ),
-        (
-            machine(T4, P100),
-            {"distributed__device_ids": [1]},
-            "names GPU 1 .* which is not usable: .* no code for sm_60",
-            "GPU 0 (Tesla T4",
-        ),
-        (
-            cpu_machine(),
-            {"train__precision": "fp16"},
-            "train.precision is fp16, but the run is on the CPU",
-            "fp32, bf16 or auto",
-        ),
-        (
-            cpu_machine(),
-            {"distributed__backend": "nccl"},
-            "distributed.backend is nccl, which needs one GPU",
-            "auto or gloo",
-        ),
-        (
-            machine(T4, T4),
-            {"train__batch_size": 129},
-            "train.batch_size 129 cannot be split evenly over 2 processes x 1",
-            "multiples of 2, such as 128 or 130",
-        ),
-        (
-            machine(*[T4] * 3),
-            {"train__batch_size": 2, "train__gradient_accumulation_steps": 2},
-            "batch_size 2 cannot be split evenly over 3 processes x 2",
-            "multiples of 6, such as 6",
-        ),
-    ],
-)
+REFUSED = [
+    (
+        TWO_T4,
+        "distributed.world_size=3",
+        "3 processes.* 2 can be used",
+        "1 or 2 on GPUs; any number",
+    ),
+    (machine(T4, P100), "distributed.world_size=2", "1 can be used: GPU 0", "1 on GPUs"),
+    (machine(MIG), "distributed.world_size=2", "1 can be used", "1 on GPUs"),
+    (
+        machine(T4),
+        "distributed.device_ids=[0,2]",
+        r"names \[2\], which .*cannot see",
+        "GPU 0 (Tesla",
+    ),
+    (CPU, "distributed.device_ids=[0]", r"cannot see \(no NVIDIA driver", "null (CPU only)"),
+    (machine(T4, P100), "distributed.device_ids=[1]", "GPU 1 .* no code for sm_60", "GPU 0 (Tesla"),
+    (CPU, "train.precision=fp16", "fp16, but the run is on the CPU", "fp32, bf16 or auto"),
+    (CPU, "distributed.backend=nccl", "is nccl, which needs one GPU", "auto or gloo"),
+    (TWO_T4, "train.batch_size=129", "129 cannot be .* over 2 processes x 1", "such as 128 or 130"),
+    (
+        machine(*[T4] * 3),
+        "train.batch_size=2 train.gradient_accumulation_steps=2",
+        "2 cannot be split evenly over 3 processes x 2",
+        "multiples of 6, such as 6",
+    ),
+]
+
+
+@pytest.mark.parametrize(("hardware", "settings", "what", "allowed"), REFUSED)
 def test_what_cannot_be_is_refused_and_told_what_can(
-    hardware: Hardware, settings: dict[str, Any], what: str, allowed: str
+    hardware: Hardware, settings: str, what: str, allowed: str
 ) -> None:
     with pytest.raises(PlanError, match=what) as caught:
-        plan_on(hardware, **settings)
+        make_plan(load_config(env=None, overrides=settings.split()), SCRIPT, hardware)
     assert allowed in caught.value.allowed
     assert caught.value.do
 
@@ -292,9 +177,9 @@ def test_a_tpu_alone_is_refused_with_a_way_out() -> None:
     with pytest.raises(
         PlanError, match=r"has a TPU \(TPU_NAME=local\) and no usable GPU"
     ) as caught:
-        plan_on(cpu_machine(), host=TPU)
+        plan_on(CPU, host=TPU)
     assert "distributed.enabled: false to train on the CPU" in caught.value.do
-    assert plan_on(cpu_machine(), host=TPU, distributed__enabled=False).device_type == "cpu"
+    assert plan_on(CPU, host=TPU, distributed__enabled=False).device_type == "cpu"
     assert plan_on(machine(T4), host=TPU).device_type == "cuda"
 
 
@@ -314,7 +199,7 @@ def test_a_tpu_alone_is_refused_with_a_way_out() -> None:
     ],
 )
 def test_precision(card: Card | None, setting: str, precision: str, sentence: str) -> None:
-    hardware = machine(card) if card else cpu_machine()
+    hardware = machine(card) if card else CPU
     plan = plan_on(hardware, train__precision=setting)
     assert plan.precision == precision
     assert says(plan, sentence)
@@ -323,12 +208,12 @@ def test_precision(card: Card | None, setting: str, precision: str, sentence: st
 @pytest.mark.parametrize(
     ("hardware", "setting", "backend"),
     [
-        (machine(T4, T4), "auto", "nccl"),
-        (machine(T4, T4), "nccl", "nccl"),
-        (machine(T4, T4), "gloo", "gloo"),
+        (TWO_T4, "auto", "nccl"),
+        (TWO_T4, "nccl", "nccl"),
+        (TWO_T4, "gloo", "gloo"),
         (machine(T4), "nccl", None),
-        (cpu_machine(), "auto", "gloo"),
-        (cpu_machine(), "gloo", "gloo"),
+        (CPU, "auto", "gloo"),
+        (CPU, "gloo", "gloo"),
     ],
 )
 def test_backend(hardware: Hardware, setting: str, backend: str | None) -> None:
@@ -364,7 +249,7 @@ def test_a_batch_per_device_grows_with_the_devices(rule: str, factor: float) -> 
         "train__gradient_accumulation_steps": 2,
         "optim__lr_rule": rule,
     }
-    plan = plan_on(machine(T4, T4), **settings)
+    plan = plan_on(TWO_T4, **settings)
     assert (plan.batch_size_per_device, plan.accumulate) == (32, 2)
     assert plan.global_batch_size == 128
     assert plan.lr_factor == factor
@@ -373,8 +258,8 @@ def test_a_batch_per_device_grows_with_the_devices(rule: str, factor: float) -> 
 
 
 def test_falling_back_keeps_the_step_and_its_forward_passes() -> None:
-    first = plan_on(machine(T4, T4))
-    second = plan_on(machine(T4, T4), GroupNotFormed("NCCL: unhandled system error"))
+    first = plan_on(TWO_T4)
+    second = plan_on(TWO_T4, GroupNotFormed("NCCL: unhandled system error"))
     assert (second.processes, second.strategy, second.backend) == (1, "single", None)
     assert second.devices == first.devices[:1]
     assert second.global_batch_size == first.global_batch_size
@@ -390,18 +275,18 @@ def test_falling_back_keeps_the_step_and_its_forward_passes() -> None:
 
 def test_falling_back_keeps_the_learning_rate() -> None:
     settings = {"train__batch_size_per_device": 32, "optim__lr_rule": "linear"}
-    plan = plan_on(machine(T4, T4), GroupNotFormed("x"), **settings)
+    plan = plan_on(TWO_T4, GroupNotFormed("x"), **settings)
     assert (plan.global_batch_size, plan.lr_factor) == (64, 2.0)
 
 
 def test_falling_back_on_the_cpu() -> None:
-    plan = plan_on(cpu_machine(), GroupNotFormed("x"), distributed__world_size=4)
+    plan = plan_on(CPU, GroupNotFormed("x"), distributed__world_size=4)
     assert (plan.processes, plan.accumulate, plan.threads_per_rank) == (1, 4, 4)
 
 
 def test_without_fallback_a_failed_group_is_an_error() -> None:
     with pytest.raises(GroupStartFailed, match=r"2 ranks could not form .*: no route") as caught:
-        plan_on(machine(T4, T4), GroupNotFormed("no route"), distributed__fallback=False)
+        plan_on(TWO_T4, GroupNotFormed("no route"), distributed__fallback=False)
     assert "distributed.fallback: true" in caught.value.do
 
 
@@ -410,7 +295,7 @@ def test_a_failure_means_nothing_to_one_process() -> None:
 
 
 def test_ports() -> None:
-    two = machine(T4, T4)
+    two = TWO_T4
     assert plan_on(two).port is None
     assert plan_on(two, distributed__port=29500).port == 29500
     busy = plan_on(two, PortBusy(29500), distributed__port=29500)
@@ -428,11 +313,11 @@ def test_threads(cpus: int, processes: int, threads: int) -> None:
 
 
 def test_inline_leaves_room_for_one() -> None:
-    plan = plan_on(machine(T4, T4), start="inline")
+    plan = plan_on(TWO_T4, start="inline")
     assert (plan.start, plan.processes) == ("inline", 1)
     assert says(plan, 'start="inline" runs in this process')
     with pytest.raises(PlanError, match='world_size is 2, but start="inline" runs in this'):
-        plan_on(machine(T4, T4), start="inline", distributed__world_size=2)
+        plan_on(TWO_T4, start="inline", distributed__world_size=2)
 
 
 RANK = replace(
@@ -447,12 +332,12 @@ RANK = replace(
 
 
 def test_a_rank_of_torchrun_runs_in_place() -> None:
-    plan = plan_on(machine(T4, T4), host=RANK, distributed__world_size=2)
+    plan = plan_on(TWO_T4, host=RANK, distributed__world_size=2)
     assert (plan.start, plan.processes, plan.strategy) == ("inline", 4, "ddp")
     assert plan.batch_size_per_device == 32  # of 128, over all four
     assert plan.threads_per_rank == 2  # 4 CPUs for the two on this machine
     assert says(plan, "in place, started by torchrun: RANK=3")
-    on_cpu = plan_on(cpu_machine(), host=RANK)
+    on_cpu = plan_on(CPU, host=RANK)
     assert (on_cpu.processes, on_cpu.backend) == (4, "gloo")
 
 
@@ -466,7 +351,7 @@ def test_more_ranks_of_torchrun_than_gpus_are_refused() -> None:
 
 def test_a_rank_of_torchrun_cannot_fall_back() -> None:
     with pytest.raises(GroupStartFailed, match="4 ranks could not form"):
-        plan_on(machine(T4, T4), GroupNotFormed("x"), host=RANK)
+        plan_on(TWO_T4, GroupNotFormed("x"), host=RANK)
 
 
 def test_settings_pass_through() -> None:
@@ -476,7 +361,7 @@ def test_settings_pass_through() -> None:
         "distributed__timeout": 900,
         "distributed__fallback": False,
     }
-    plan = plan_on(machine(T4, T4), **settings)
+    plan = plan_on(TWO_T4, **settings)
     assert dict(plan.ddp) == {
         "find_unused_parameters": True,
         "broadcast_buffers": True,
@@ -488,15 +373,18 @@ def test_settings_pass_through() -> None:
     assert plan.fallback is False
 
 
-MACHINES = [machine(T4, T4), machine(T4, P100), machine(MIG), machine(RTX_PRO), cpu_machine()]
-SWEEP_CONFIG: list[dict[str, Any]] = [
+SETTINGS: list[dict[str, Any]] = [
     {},
     {"distributed__enabled": True},
     {"distributed__enabled": False, "train__precision": "bf16"},
     {"train__batch_size_per_device": 16, "optim__lr_rule": "sqrt"},
 ]
 EVIDENCE: list[tuple[Evidence, ...]] = [(), (GroupNotFormed("x"),), (PortBusy(1234),)]
-EVERY = list(itertools.product(MACHINES, SWEEP_CONFIG, EVIDENCE))
+EVERY = list(
+    itertools.product(
+        [TWO_T4, machine(T4, P100), machine(MIG), machine(RTX_PRO), CPU], SETTINGS, EVIDENCE
+    )
+)
 
 
 def test_every_plan_is_pure_frozen_and_plain_data() -> None:
@@ -507,7 +395,7 @@ def test_every_plan_is_pure_frozen_and_plain_data() -> None:
 def check_pure_frozen_and_plain(
     hardware: Hardware, settings: dict[str, Any], evidence: tuple[Evidence, ...]
 ) -> None:
-    asked = config(**settings)
+    asked = plan_settings(settings)
     before = copy.deepcopy((asked, KAGGLE, hardware, evidence))
     plan = make_plan(asked, KAGGLE, hardware, evidence)
     assert make_plan(asked, KAGGLE, hardware, evidence) == plan
@@ -563,7 +451,7 @@ def test_html_shows_the_decisions_and_escapes() -> None:
 
 def test_a_foreign_dict_is_no_plan() -> None:
     with pytest.raises(TypeError, match="unknown_key"):
-        LaunchPlan.from_dict({**plan_on(cpu_machine()).to_dict(), "unknown_key": 1})
+        LaunchPlan.from_dict({**plan_on(CPU).to_dict(), "unknown_key": 1})
 
 
 def test_a_batch_says_its_factors() -> None:
@@ -573,9 +461,7 @@ def test_a_batch_says_its_factors() -> None:
 
 
 def test_a_plan_passes_through_the_environment() -> None:
-    plan = make_plan(
-        Config(), Host(kind="script", reason="", working=Path(), scratch=Path()), machine(T4, T4)
-    )
+    plan = plan_on(TWO_T4)
     variables = plan.to_env_dict()
     assert LaunchPlan.from_env(variables) == plan
     assert LaunchPlan.from_env({}) is None

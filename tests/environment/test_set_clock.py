@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launches import inline, settings_in
 
 import nbtoolkit as nb
 from nbtoolkit.environment.deadline import check_deadline
@@ -32,13 +33,8 @@ def test_a_budget_ends_when_its_time_is_used(
             ctx.report({"loss": 1.0}, step=step)
             time.sleep(0.01)
 
-    settings = {
-        "tracking.mlflow": False,
-        "runtime.output_dir": str(tmp_path),
-        "runtime.time_budget": 1.0,
-    }
     began = time.monotonic()
-    result = nb.launch(train, settings, start="inline", display="off")
+    result = inline(train, settings_in(tmp_path, **{"runtime.time_budget": 1.0}))
     took = time.monotonic() - began
     assert result.status == "deadline"
     assert 0.9 < result.seconds <= took < 120.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 
 import pytest
+from launches import quiet
 
 import nbtoolkit as nb
 
@@ -31,10 +31,9 @@ SAID = {
         *(pytest.param(name, marks=pytest.mark.long) for name in ("test_sync", "test_script")),
     ],
 )
-def test_script_is_green_on_two_ranks(script: str, tmp_path: Path) -> None:
+def test_script_is_green_on_two_ranks(script: str, config: nb.Config) -> None:
     main = importlib.import_module(f"accelerate.test_utils.scripts.{script}").main
-    settings = {"runtime.output_dir": str(tmp_path), "tracking.mlflow": False}
-    result = nb.launch(lambda config, ctx: main(), settings, processes=2, display="off")
+    result = quiet(lambda config, ctx: main(), config)
 
     logs = [result.paths.log(rank).read_text().splitlines() for rank in (0, 1)]
     assert result.values == [None, None]
@@ -43,13 +42,12 @@ def test_script_is_green_on_two_ranks(script: str, tmp_path: Path) -> None:
     assert "Num processes: 1" not in said  # a rank that took itself for all there are
 
 
-def test_a_bare_partial_state_knows_of_both_ranks(tmp_path: Path) -> None:
+def test_a_bare_partial_state_knows_of_both_ranks(config: nb.Config) -> None:
     def train(config, ctx):
         from accelerate import PartialState
 
         state = PartialState()
         return state.num_processes, state.process_index
 
-    settings = {"runtime.output_dir": str(tmp_path), "tracking.mlflow": False}
-    result = nb.launch(train, settings, processes=2, display="off")
+    result = quiet(train, config)
     assert result.values == [(2, 0), (2, 1)]

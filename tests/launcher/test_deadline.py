@@ -23,35 +23,17 @@ from kernels import (
     script,
     until,
 )
+from launches import begin, inline, notes, quiet, types
 from machines import DAY, machine_of_age
 from records import owner_pid
 
 import nbtoolkit as nb
 from nbtoolkit.environment.deadline import TimeLimit, session_age, time_limit
 from nbtoolkit.errors import ConfigError, ReportError
-from nbtoolkit.run.events import EventLog, EventReader, NoteAdded
 from nbtoolkit.run.messages import Answer, Go, StopCheck, StopPending
 from nbtoolkit.run.signals import ENDING
 from nbtoolkit.run.transport import Connection
 from nbtoolkit.worker.channel import SupervisorChannel
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> nb.Config:
-    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / "out")}
-    return nb.load_config(env=None, overrides=settings)
-
-
-def begin(train: Any, config: nb.Config, processes: int = 2, **options: Any) -> nb.RunHandle:
-    """A launch that is not waited for."""
-    options = {"display": "off", "resume": "never", "wait": False, **options}
-    return nb.launch(train, config, processes=processes, **options)
-
-
-def told(handle: nb.RunHandle) -> list[str]:
-    """The types of a run's events, without those of its ranks' starts."""
-    return [event.type for event in handle.events() if event.type not in ("rank", "device")]
-
 
 # --- the question in mid-epoch --------------------------------------------------------------------
 
@@ -92,9 +74,8 @@ def test_a_stop_is_heard_inside_an_epoch_and_all_ranks_save_and_leave(
     result = handle.result(timeout=SECONDS)
     assert (result.status, result.value) == ("stopped", None)
     assert result.checkpoint == result.paths.checkpoints / "last.pt"
-    assert told(handle) == ["run", "stop", "checkpoint", "note", "ended"]
-    notes = [event.text for event in handle.events() if event.type == "note"]
-    assert notes == ["saved before leaving: stopped"]  # once: rank 0 alone speaks
+    assert types(handle) == ["run", "stop", "checkpoint", "note", "ended"]
+    assert notes(handle) == ["saved before leaving: stopped"]  # once: rank 0 alone speaks
 
 
 def test_a_deadline_is_news_without_anybody_saying_so(config: nb.Config) -> None:
@@ -117,23 +98,28 @@ def test_a_deadline_nearer_than_the_time_to_save_ends_the_run(config: nb.Config)
     assert stop.reason.startswith("the run's time is used up, except 3")
 
 
-def test_a_check_on_one_rank_only_is_told_with_its_line(config: nb.Config) -> None:
-    def train(config: Any, ctx: Any) -> None:
-        if ctx.is_main:
-            ctx.raise_if_stopped()
-
-    with pytest.raises(
-        ReportError, match=r"ctx.raise_if_stopped at .*test_deadline.py:\d+ .* on rank 0 only"
-    ):
-        begin(train, config).result(timeout=SECONDS)
+def checks_on_one_rank(config: Any, ctx: Any) -> None:
+    if ctx.is_main:
+        ctx.raise_if_stopped()
 
 
-def test_a_check_meets_no_report(config: nb.Config) -> None:
-    def train(config: Any, ctx: Any) -> None:
-        ctx.raise_if_stopped() if ctx.is_main else ctx.report({"a": 1.0})
+def checks_while_another_reports(config: Any, ctx: Any) -> None:
+    ctx.raise_if_stopped() if ctx.is_main else ctx.report({"a": 1.0})
 
-    with pytest.raises(ReportError, match=r"rank 0: check at .*; rank 1: report at"):
-        begin(train, config).result(timeout=SECONDS)
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            checks_on_one_rank,
+            r"ctx.raise_if_stopped at .*test_deadline.py:\d+ .* on rank 0 only",
+        ),
+        (checks_while_another_reports, "rank 0: check at .*; rank 1: report at"),
+    ],
+)
+def test_a_check_is_a_call_of_all_ranks(config: nb.Config, train: Any, message: str) -> None:
+    with pytest.raises(ReportError, match=message):
+        quiet(train, config)
 
 
 def test_inline_hears_of_a_stop_too(config: nb.Config) -> None:
@@ -151,8 +137,7 @@ def test_inline_hears_of_a_stop_too(config: nb.Config) -> None:
         ctx.raise_if_stopped()
 
     heard: list[str] = []
-    options: dict[str, Any] = {"start": "inline", "on_event": lambda e: heard.append(e.type)}
-    result = nb.launch(train, config, display="off", resume="never", **options)
+    result = inline(train, config, on_event=lambda event: heard.append(event.type))
     assert (result.status, result.checkpoint) == ("stopped", Path("here.pt"))
     assert heard == ["run", "stop", "checkpoint", "note", "ended"]
 
@@ -180,48 +165,70 @@ def test_this_machine_has_an_age() -> None:
     assert 0 < (session_age() or 0) < time.clock_gettime(time.CLOCK_BOOTTIME) + 1
 
 
-def test_without_a_session_limit_the_budget_counts_alone(tmp_path: Path) -> None:
-    assert limit_of(tmp_path) == TimeLimit(None)
-    assert limit_of(tmp_path, time_budget="2h") == TimeLimit(NOON + 7200)
+HOURS = 3600.0
+# The age of a session, the settings, when a run must end (from now on), who says so, and its note.
+LIMITS = {
+    "no limit": (100, {}, None, False, ""),
+    "a budget": (100, {"time_budget": "2h"}, 7200, False, ""),
+    "the session": (
+        12_000,
+        {"session_limit": "12h", "time_budget": "11h"},
+        12 * HOURS - 900 - 12_000,
+        True,
+        "info: the session is 3 h 20 min old: the run must end by 20:25 UTC, in 8 h 25 min "
+        "(runtime.session_limit 12 h minus a margin of 15 min)",
+    ),
+    "a budget in the session": (
+        12_000,
+        {"session_limit": "12h", "time_budget": "90m"},
+        5400,
+        False,
+        "info: the run must end by 13:30 UTC, in 1 h 30 min "
+        "(runtime.time_budget; the session has more time)",
+    ),
+    "outlived": (  # a Jupyter server that is up for weeks, with the settings of another host
+        20 * DAY,
+        {"session_limit": "12h", "time_budget": 60},
+        60,
+        False,
+        "warning: runtime.session_limit is ignored: the session is 20 d old, so its limit of 12 h "
+        "is not this machine's",
+    ),
+    "inside the reserve": (  # a run ends at its first report
+        11.9 * HOURS,
+        {"session_limit": "12h"},
+        -540,
+        True,
+        "warning: the session is 11 h 54 min old, and its time for runs is used up",
+    ),
+    "an unknown age": (
+        None,
+        {"session_limit": "12h"},
+        None,
+        False,
+        "the session's age cannot be read from /proc",
+    ),
+}
 
 
-def test_the_session_s_limit_less_the_reserve_ends_a_run(tmp_path: Path) -> None:
-    limit = limit_of(machine_of_age(tmp_path, 12_000), session_limit="12h", time_budget="11h")
-    assert limit.deadline == pytest.approx(NOON + 12 * 3600 - 900 - 12_000, abs=0.02)
-    assert limit.imposed
-    assert limit.notes == (
-        (
-            "info",
-            "the session is 3 h 20 min old: the run must end by 20:25 UTC, in 8 h 25 min "
-            "(runtime.session_limit 12 h minus a margin of 15 min)",
-        ),
-    )
-
-
-def test_a_budget_that_ends_before_the_session_says_so(tmp_path: Path) -> None:
-    limit = limit_of(machine_of_age(tmp_path, 12_000), session_limit="12h", time_budget="90m")
-    assert limit.deadline == NOON + 5400
-    assert not limit.imposed
-    text = (
-        "the run must end by 13:30 UTC, in 1 h 30 min "
-        "(runtime.time_budget; the session has more time)"
-    )
-    assert limit.notes == (("info", text),)
-
-
-def test_a_session_that_has_outlived_its_limit_has_another_one(tmp_path: Path) -> None:
-    """A Jupyter server that is up for weeks, with the settings of another host."""
-    limit = limit_of(machine_of_age(tmp_path, 20 * DAY), session_limit="12h", time_budget=60)
-    assert limit.deadline == NOON + 60
-    [(level, text)] = limit.notes
-    assert level == "warning"
-    assert "the session is 20 d old, so its limit of 12 h is not this machine's" in text
-
-
-def test_an_age_that_cannot_be_told_is_told(tmp_path: Path) -> None:
-    limit = limit_of(tmp_path, session_limit="12h")
-    assert limit.deadline is None
-    assert "the session's age cannot be read from /proc" in limit.notes[0][1]
+@pytest.mark.parametrize(
+    ("age", "settings", "left", "imposed", "note"), LIMITS.values(), ids=LIMITS
+)
+def test_which_limit_ends_a_run(
+    tmp_path: Path,
+    age: float | None,
+    settings: dict[str, Any],
+    left: float | None,
+    imposed: bool,
+    note: str,
+) -> None:
+    root = tmp_path if age is None else machine_of_age(tmp_path, age)
+    limit = limit_of(root, **settings)
+    assert limit.deadline == (None if left is None else pytest.approx(NOON + left, abs=0.02))
+    assert limit.imposed == imposed
+    told = [f"{level}: {text}" for level, text in limit.notes]
+    assert len(told) == bool(note)
+    assert note in "".join(told)
 
 
 @pytest.mark.parametrize(
@@ -243,21 +250,10 @@ def test_slurm_says_when_its_job_ends(
         assert "Slurm ends this job: the run must end by" in limit.notes[0][1]
 
 
-def test_inside_the_reserve_a_run_ends_at_its_first_report(tmp_path: Path) -> None:
-    limit = limit_of(machine_of_age(tmp_path, 11.9 * 3600), session_limit="12h")
-    assert limit.deadline == pytest.approx(NOON - 540, abs=0.02)
-    [(level, text)] = limit.notes
-    assert level == "warning"
-    assert text.startswith("the session is 11 h 54 min old, and its time for runs is used up")
-
-
 def test_a_reserve_that_leaves_no_time_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"shutdown_margin \(1200 s\) leaves no time of session_limit"
-    ):
-        nb.load_config(
-            env=None, overrides=["runtime.session_limit=20m", "runtime.shutdown_margin=20m"]
-        )
+    settings = ["runtime.session_limit=20m", "runtime.shutdown_margin=20m"]
+    with pytest.raises(ConfigError, match=r"shutdown_margin \(1200 s\) leaves no time of session"):
+        nb.load_config(env=None, overrides=settings)
 
 
 @pytest.mark.parametrize("start", ["forkserver", "inline"])
@@ -268,11 +264,10 @@ def test_a_launch_says_which_limit_counts_and_keeps_it(config: nb.Config, start:
     mine = config.with_overrides(
         {"runtime.session_limit": age + 3601.0, "runtime.shutdown_margin": 3600.0}
     )
-    options: dict[str, Any] = {"processes": 1, "start": start, "resume": "never", "display": "off"}
-    result = nb.launch(functions.reports_until_stopped, mine, **options)
+    result = quiet(functions.reports_until_stopped, mine, 1, start=start)
     assert result.status == "deadline"
-    [note] = [e for e in nb.attach(result.paths.folder).events() if e.type == "note"]
-    assert note.text.startswith("the session is ")
+    [note] = notes(result)
+    assert note.startswith("the session is ")
 
 
 # --- signals --------------------------------------------------------------------------------------
@@ -281,9 +276,9 @@ def test_a_launch_says_which_limit_counts_and_keeps_it(config: nb.Config, start:
 @pytest.mark.parametrize(
     ("number", "status"),
     [
-        (signal.SIGTERM, "deadline"),
-        (signal.SIGUSR1, "deadline"),
-        (signal.SIGUSR2, "deadline"),
+        (signal.SIGTERM, "deadline"),  # a pre-emption, or a shutdown of the machine
+        pytest.param(signal.SIGUSR1, "deadline", marks=pytest.mark.long),
+        pytest.param(signal.SIGUSR2, "deadline", marks=pytest.mark.long),
         (signal.SIGHUP, "deadline"),
         (signal.SIGINT, "stopped"),
     ],
@@ -326,7 +321,7 @@ def test_fit_saves_inside_an_epoch_and_goes_on_there_on_another_number_of_ranks(
     ranks_up(handle.paths.folder)
     os.kill(owner_pid(handle.paths.folder), signal.SIGTERM)
     assert handle.result(timeout=SECONDS).status == "deadline"
-    assert told(handle)[-3:] == ["stop", "checkpoint", "ended"]
+    assert types(handle)[-3:] == ["stop", "checkpoint", "ended"]
     [saved] = [event for event in handle.events() if event.type == "checkpoint"]
     assert 0 < saved.step < 800
 
@@ -347,10 +342,7 @@ print(result.status, signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 """
 
 
-@pytest.mark.parametrize(
-    "number",
-    ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize("number", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.long)])
 def test_a_signal_to_a_script_ends_its_run_with_all_saved(tmp_path: Path, number: str) -> None:
     with script(LAUNCHES, tmp_path) as kernel:
         ranks_up(run_folder(tmp_path / "out"))
@@ -407,10 +399,6 @@ def test_a_scheduler_s_warning_to_every_process_of_a_job_ends_its_run(tmp_path: 
         for pid in (kernel.pid, *descendants(kernel.pid)):
             os.kill(pid, signal.SIGUSR1)
         assert kernel.output().split() == ["deadline", "True"]
-
-
-def inline(train: Any, config: nb.Config) -> nb.RunResult:
-    return nb.launch(train, config, start="inline", resume="never", display="off")
 
 
 @pytest.mark.parametrize("number", ENDING)
@@ -521,32 +509,3 @@ def test_asking_for_news_waits_for_no_other_thread(
     assert not channel.stop_pending()
     supervisor.send(Answer())
     other.join(SECONDS)
-
-
-# --- the diary ------------------------------------------------------------------------------------
-
-
-def test_threads_write_whole_events(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl")
-
-    def write(name: str) -> None:
-        for _ in range(200):
-            log.write(NoteAdded(level=name, text=name * 500))
-
-    threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SECONDS)
-    log.close()
-    events = list(EventReader(tmp_path / "events.jsonl").read())
-    assert len(events) == 600
-    assert all(event.text == event.level * 500 for event in events)
-
-
-def test_a_closed_diary_takes_nothing_more(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl")
-    log.close()
-    with (tmp_path / "another").open("wb"), pytest.raises(OSError, match="Bad file descriptor"):
-        log.write(NoteAdded(text="late"))
-    assert (tmp_path / "another").read_bytes() == b""

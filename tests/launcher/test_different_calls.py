@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import functions
 import pytest
 import torch
 from kernels import finish
+from launches import begin, line_of
 
 import nbtoolkit as nb
 from nbtoolkit.environment.plan import make_plan
@@ -31,24 +31,12 @@ from nbtoolkit.worker.waiting import in_collective
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> nb.Config:
-    settings = {
-        "tracking.mlflow": False,
-        "runtime.output_dir": str(tmp_path),
-        "runtime.hang_timeout": functions.HANG,
-    }
-    return nb.load_config(env=None, overrides=settings)
+def config(config: nb.Config) -> nb.Config:
+    return config.with_overrides({"runtime.hang_timeout": functions.HANG})
 
 
 def launch(train: Callable[..., Any], config: nb.Config) -> Any:
-    options: dict[str, Any] = {"processes": 2, "display": "off", "resume": "never"}
-    handle = nb.launch(train, config, wait=False, **options)
-    return finish(handle, functions.HANG).value
-
-
-def line_of(function: Callable[..., Any], text: str) -> int:
-    lines, first = inspect.getsourcelines(function)
-    return first + next(number for number, line in enumerate(lines) if text in line)
+    return finish(begin(train, config), functions.HANG).value
 
 
 def normed(ctx: RunContext) -> Any:

@@ -21,13 +21,6 @@ import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, RunFolderError
 from nbtoolkit.run.events import EventReader
 
-
-@pytest.fixture
-def config(tmp_path: Path) -> nb.Config:
-    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / "out")}
-    return nb.load_config(env=None, overrides=settings)
-
-
 # --- the run's folder -----------------------------------------------------------------------------
 
 
@@ -42,12 +35,11 @@ def deletes_and_raises(config: Any, ctx: Any) -> float:
     raise ValueError("its own error")
 
 
+STARTS = [("inline", 1), ("forkserver", 1), ("forkserver", 2)]
 DELETED = r"(?s)was deleted during the run.*Allowed: .*Do now:  find the code that deletes it"
 
 
-@pytest.mark.parametrize(
-    ("start", "processes"), [("inline", 1), ("forkserver", 1), ("forkserver", 2)]
-)
+@pytest.mark.parametrize(("start", "processes"), STARTS)
 def test_a_function_that_deletes_its_runs_folder_is_told(
     config: nb.Config, start: Any, processes: int
 ) -> None:
@@ -83,29 +75,29 @@ def stream_that_nobody_reads() -> TextIO:
     return os.fdopen(writes, "w", buffering=1, encoding="utf-8")
 
 
-@pytest.mark.parametrize("display", ["text", "auto"])
-@pytest.mark.parametrize("make", [no_stream, ascii_stream, stream_that_nobody_reads])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (no_stream, {"display": "text"}),
+        (no_stream, {"start": "inline"}),
+        (ascii_stream, {"display": "text"}),
+        (stream_that_nobody_reads, {"display": "text"}),
+        (stream_that_nobody_reads, {"display": "auto"}),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_stdout_that_cannot_show_the_output_does_not_end_a_launch(
     config: nb.Config,
     monkeypatch: pytest.MonkeyPatch,
-    display: Any,
     make: Callable[[], TextIO | None],
+    options: dict[str, Any],
 ) -> None:
     stdout = make()
     monkeypatch.setattr(sys, "stdout", stdout)
-    options: dict[str, Any] = {"processes": 1, "resume": "never"}
-    assert nb.launch(returns, config, display=display, **options).value == 1.0
+    assert nb.launch(returns, config, processes=1, resume="never", **options).value == 1.0
     if isinstance(stdout, io.TextIOWrapper) and stdout.encoding == "ascii":
         stdout.flush()
         assert b"a line ?" in stdout.buffer.getvalue()  # type: ignore[attr-defined] # a BytesIO
-
-
-def test_an_inline_launch_needs_no_stdout(
-    config: nb.Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    assert nb.launch(returns, config, processes=1, start="inline").value == 1.0
 
 
 def loses_its_streams(config: Any, ctx: Any) -> float:
@@ -153,9 +145,7 @@ def forks(config: Any, ctx: Any) -> list[int]:
     return [*sorted(codes), process.exitcode or 0]
 
 
-@pytest.mark.parametrize(
-    ("start", "processes"), [("inline", 1), ("forkserver", 1), ("forkserver", 2)]
-)
+@pytest.mark.parametrize(("start", "processes"), STARTS)
 def test_a_child_that_the_function_forks_ends_with_the_function(
     config: nb.Config, start: Any, processes: int
 ) -> None:
@@ -273,12 +263,6 @@ def test_dir_shows_public_names_only() -> None:
     assert dir(nb) == sorted(nb.__all__)
 
 
-@pytest.mark.parametrize("run", [None, 3])
-def test_attach_says_what_names_a_run(run: Any) -> None:
-    with pytest.raises(LaunchError, match=rf"(?s){run} is not a run.*Allowed: .*Do now: "):
-        nb.attach(run)
-
-
 def waits(config: Any, ctx: Any) -> None:
     while True:
         time.sleep(0.05)
@@ -307,10 +291,9 @@ def test_a_panel_watches_nothing_and_says_why_launch_cannot_be_pressed(config: n
 
 
 def test_a_dashboard_answers_its_own_names_only(config: nb.Config) -> None:
-    space = {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1}}
     sweep_config = {
         "study": {"metric": "value", "direction": "minimize", "sampler": "random"},
-        "space": space,
+        "space": {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1}},
     }
     sweep = nb.sweep(returns, config, sweep_config, n_trials=1, display="off")
     with nb.open_dashboard(sweep.paths.folder) as dashboard:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -15,12 +14,6 @@ from nbtoolkit.worker.collectives import new_gloo_group, without_gloo_lines
 LINE = (
     b"[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1\n"
 )
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> nb.Config:
-    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path)}
-    return nb.load_config(env=None, overrides=settings)
 
 
 def silent(config: nb.Config, ctx: nb.RunContext) -> None:

@@ -9,7 +9,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import functions
 import pytest
+from launches import settings_in, types
 from records import last_of
 
 import nbtoolkit as nb
@@ -18,17 +20,9 @@ from nbtoolkit.errors import CannotPickle, NestedLaunch, PlanError
 from nbtoolkit.run.paths import runs_in
 
 
-def settings(outputs: Path, **more: Any) -> dict[str, Any]:
-    return {"runtime.output_dir": str(outputs), "tracking.mlflow": False, **more}
-
-
 def launch(train: Any, outputs: Path, *, display: Any = "off", **options: Any) -> nb.RunResult:
-    config = settings(outputs, **options.pop("config", {}))
+    config = settings_in(outputs, **options.pop("config", {}))
     return nb.launch(train, config, start="inline", display=display, **options)
-
-
-def types(result: nb.RunResult) -> list[str]:
-    return [event.type for event in nb.attach(result.paths.folder).events()]
 
 
 def test_runs_in_this_thread_of_this_process(tmp_path: Path) -> None:
@@ -43,10 +37,10 @@ def test_result_and_folder_are_those_of_other_launches(tmp_path: Path) -> None:
         ctx.log({"loss": 0.5}, step=1)
         ctx.report({"score": 2.0}, step=1)
         ctx.save({"weight": 3.0})
-        return {"score": 2.0, "seed": ctx.seed}
+        return {"score": 2.0, "seed": ctx.seed, "drawn": functions.draws(config, ctx)}
 
     here = launch(train, tmp_path)
-    there = nb.launch(train, settings(tmp_path), display="off")
+    there = nb.launch(train, settings_in(tmp_path), display="off")
     for name in ("status", "metrics", "values"):
         assert getattr(here, name) == getattr(there, name)
     files = [{file.name for file in run.paths.folder.iterdir()} for run in (here, there)]
@@ -91,23 +85,6 @@ def test_an_interrupt_stops_the_run(tmp_path: Path) -> None:
     assert types(result)[-2:] == ["stop", "ended"]
 
 
-def test_a_handle_from_elsewhere_stops_the_run(tmp_path: Path) -> None:
-    def train(config, ctx):
-        nb.attach(ctx.paths.folder).stop("enough")
-        ctx.report({"score": 1.0})
-        raise AssertionError("the report let it go on")
-
-    assert launch(train, tmp_path).status == "stopped"
-
-
-def test_the_time_budget_counts(tmp_path: Path) -> None:
-    def train(config, ctx):
-        while True:
-            ctx.report({"score": 1.0})
-
-    assert launch(train, tmp_path, config={"runtime.time_budget": 0.01}).status == "deadline"
-
-
 def test_events_come_while_it_runs(tmp_path: Path) -> None:
     events: list[str] = []
     during: list[list[str]] = []
@@ -145,8 +122,10 @@ def test_display(display: Any, shown: bool, tmp_path: Path, capsys: Any) -> None
         print("said in the function")
         nb.attach(ctx.paths.folder).stop("enough")
         ctx.report({"score": 1.0})
+        raise AssertionError("the report let it go on")
 
     result = launch(train, tmp_path, display=display)
+    assert result.status == "stopped"
     out = capsys.readouterr().out
     assert "said in the function\n" in out
     assert (

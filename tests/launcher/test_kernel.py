@@ -74,20 +74,36 @@ class Model:
     def __init__(self): self.points = [Point(1.0)]
     def forward(self, x): return Point(x * SCALE + self.points[0].x)
 
-def helper(x): return Model().forward(x)
+class Child(Model):
+    def forward(self, x): return super().forward(x)
 
-def train(config, ctx):
-    return helper(float(weights[ctx.rank + 1]))
+def helper(x): return Child().forward(x)
+def factorial(n): return 1 if n < 2 else n * factorial(n - 1)
+def evens(n):
+    for i in range(n): yield 2 * i
+square = lambda x: x * x
+
+def make(start):
+    def train(config, ctx):
+        return helper(float(weights[ctx.rank + start])), factorial(square(2)), list(evens(3))
+    return train
+
+train = make(1)
 """
 
 
 def test_functions_classes_and_globals_of_cells(shared: Notebook) -> None:
+    """Helpers, subclasses, recursion, a generator, a lambda and a closure."""
     shared.run(CELL).ok()
-    cell = shared.run("r = run(train, display='off'); print(r.values, type(r.value) is Point)").ok()
-    assert cell.text.splitlines() == ["[Point(x=11.0), Point(x=21.0)] True"]
+    cell = shared.run("r = run(train, display='off'); print(r.values)").ok()
+    rest = "24, [0, 2, 4]"
+    # A busy machine prints before that it waits for the fork server.
+    assert cell.text.endswith(f"[(Point(x=11.0), {rest}), (Point(x=21.0), {rest})]\n")
+    # the cell's own class, not a copy of it
+    assert shared.run("print(type(r.value[0]) is Point)").ok().text == "True\n"
     shared.run("SCALE = 100").ok()  # a cell that was run again takes effect
-    cell = shared.run("print(run(train, display='off').value)").ok()
-    assert cell.text.splitlines() == ["Point(x=101.0)"]
+    cell = shared.run("print(run(train, display='off').value[0])").ok()
+    assert cell.text.endswith("Point(x=101.0)\n")
 
 
 def test_output_appears_in_the_cell(shared: Notebook) -> None:
@@ -291,7 +307,8 @@ def test_stale_variables_of_another_job_mislead_nobody(shared: Notebook) -> None
     finally:
         for name in stale: del os.environ[name]
     """).ok()
-    assert cell.text.splitlines() == ["[(0, 2, '0', '2', []), (1, 2, '1', '2', [])]", "True"]
+    told = ["[(0, 2, '0', '2', []), (1, 2, '1', '2', [])]", "True"]
+    assert cell.text.splitlines()[-2:] == told
 
 
 @pytest.mark.parametrize(
@@ -352,5 +369,4 @@ def test_killed_kernel_and_a_new_one_attaches(home: Path) -> None:
 
 def plain(text: str) -> str:
     """A traceback without its colours."""
-
     return re.sub(r"\x1b\[[0-9;]*m", "", text)

@@ -64,7 +64,8 @@ def test_ranks_have_torchs_settings_and_log_levels_of_the_kernel_as_they_are_at_
     kernel: Notebook,
 ) -> None:
     cell = kernel.run("print(run(settings, display='off').values, 'torch' in sys.modules)").ok()
-    assert cell.text == f"{[FACTORY] * 2} False\n"
+    # A busy machine prints before that it waits for the fork server.
+    assert cell.text.endswith(f"{[FACTORY] * 2} False\n")
     kernel.run("""
     import torch
     torch.set_default_dtype(torch.float64)

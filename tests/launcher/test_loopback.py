@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,14 +22,8 @@ SPACE = {
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
-    settings = {
-        "tracking.mlflow": False,
-        "runtime.output_dir": str(tmp_path),
-        "model.x": 0.5,
-        "distributed.world_size": 2,
-    }
-    return Config().with_overrides(settings)
+def config(config: Config) -> Config:
+    return config.with_overrides({"model.x": 0.5, "distributed.world_size": 2})
 
 
 def listens(config: Config, ctx: RunContext) -> list[str]:

@@ -12,19 +12,15 @@ import numpy as np
 import pytest
 import torch
 from kernels import SECONDS, run_folder, script
+from launches import inline
 
 import nbtoolkit as nb
 from nbtoolkit.errors import CheckpointError, ConfigError, LaunchError, ResumeError, RunFolderError
 from nbtoolkit.run.identity import Identity
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> nb.Config:
-    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / "out")}
-    return nb.load_config(env=None, overrides=settings)
-
-
 def quiet(train: Any, config: Any, **options: Any) -> nb.RunResult:
+    """Launch as many processes as the configuration says."""
     return nb.launch(train, config, **{"display": "off", "resume": "never", **options})
 
 
@@ -63,6 +59,7 @@ class Yields:
         (takes_more, r"missing a required argument: 'lr'\n(.*\n)*.*functools.partial"),
         (Yields, "too many positional arguments"),
         ("train", "'train', which is not a function"),
+        (42, "pass the function itself"),
     ],
 )
 def test_a_function_that_cannot_be_meant(train: Any, what: str, config: nb.Config) -> None:
@@ -73,11 +70,8 @@ def test_a_function_that_cannot_be_meant(train: Any, what: str, config: nb.Confi
 
 def test_partials_and_built_in_functions_can_be_launched(config: nb.Config) -> None:
     assert quiet(functools.partial(takes_more, lr=0.5), config).value == 0.5
-    assert quiet(print, {"seed": 1, **_settings(config)}, start="inline").status == "completed"
-
-
-def _settings(config: nb.Config) -> dict[str, Any]:
-    return {"tracking.mlflow": False, "runtime.output_dir": config.runtime.output_dir}
+    settings = {"tracking.mlflow": False, "runtime.output_dir": config.runtime.output_dir}
+    assert inline(print, {"seed": 1, **settings}).status == "completed"
 
 
 @pytest.mark.parametrize(
@@ -91,6 +85,7 @@ def _settings(config: nb.Config) -> dict[str, Any]:
         ({"resume": ""}, '"auto" \\| "never"'),
         ({"display": "rich"}, "'auto' \\| 'widgets' \\| 'text' \\| 'off'"),
         ({"on_event": 3}, "a function of one event"),
+        ({"start": "spawn"}, r"'forkserver' \| 'inline'"),
     ],
 )
 def test_an_argument_that_launch_does_not_take(
@@ -130,21 +125,66 @@ def test_another_launchers_name_for_processes_is_refused_with_ours(name: str) ->
             call(functions.ranks, None, **{name: 2})
 
 
+def test_an_inline_launch_cannot_be_detached(config: nb.Config) -> None:
+    with pytest.raises(LaunchError, match="cannot be detached"):
+        quiet(functions.ranks, config, start="inline", detach=True)
+
+
+@pytest.mark.parametrize("run", ["nonsense", None, 3])
+def test_attach_says_what_names_a_run(run: Any) -> None:
+    message = "there is no run nonsense" if run == "nonsense" else f"{run} is not a run"
+    with pytest.raises(LaunchError, match=rf"(?s){message}.*Allowed: .*Do now: "):
+        nb.attach(run)
+
+
 @pytest.mark.parametrize("given", [5, ["optim.lr=3"]])
 def test_a_configuration_of_another_kind(given: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"(?s)is not a configuration.*a dict of settings.*Do now"
-    ):
+    message = r"(?s)is not a configuration.*a dict of settings.*Do now"
+    with pytest.raises(ConfigError, match=message):
         nb.launch(functions.ranks, given)
 
 
 # --- what a rank hands over ---
 
 
-def test_metrics_that_are_no_dict(config: nb.Config) -> None:
-    for call in (lambda ctx: ctx.log("loss"), lambda ctx: ctx.report(0.5)):
-        with pytest.raises(TypeError, match=r"not a dict\n  Allowed: a dict"):
-            quiet(lambda config, ctx, call=call: call(ctx), config, start="inline")
+TOLD = {
+    # A call in the function, and its error.
+    "a name logged": (lambda ctx: ctx.log("loss"), TypeError, r"not a dict\n  Allowed: a dict"),
+    "a number reported": (lambda ctx: ctx.report(0.5), TypeError, r"not a dict\n  Allowed: a dict"),
+    "only a step": (lambda ctx: ctx.report(step=3), TypeError, "not a dict"),
+    "a text as metric": (
+        lambda ctx: ctx.log({"loss": "low"}),
+        TypeError,
+        r"the metric 'loss' is 'low' \(a str\), not a number",
+    ),
+    "a text as step": (lambda ctx: ctx.log({"loss": 1.0}, step="e1"), TypeError, "step is 'e1'"),
+    "a misspelt step": (
+        lambda ctx: ctx.log({"loss": 1.0}, setp=3),
+        TypeError,
+        r"as a dict and as keywords \(setp\)",
+    ),
+    **{
+        f"a checkpoint {kind!r}": (
+            lambda ctx, kind=kind: ctx.save({}, kind=kind),
+            CheckpointError,
+            "cannot name a checkpoint",
+        )
+        for kind in ("../../x", "a/b", "", ".hidden")
+    },
+    "a module saved": (
+        lambda ctx: ctx.save(torch.nn.Linear(1, 1)),
+        CheckpointError,
+        r"save a Linear as a checkpoint: it is not a dict\n(.*\n)*.*state_dict",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), TOLD.values(), ids=TOLD)
+def test_what_the_context_cannot_take_is_told(
+    call: Any, kind: type[Exception], message: str, config: nb.Config
+) -> None:
+    with pytest.raises(kind, match=message):
+        inline(lambda config, ctx: call(ctx), config)
 
 
 def test_a_step_is_a_whole_number(config: nb.Config) -> None:
@@ -155,8 +195,6 @@ def test_a_step_is_a_whole_number(config: nb.Config) -> None:
     result = quiet(train, config)
     events = [json.loads(line) for line in result.paths.events.read_text().splitlines()]
     assert [e["step"] for e in events if e["type"] == "metrics"] == [1, 2, 3, None]
-    with pytest.raises(TypeError, match="step is 'e1'"):
-        quiet(lambda config, ctx: ctx.log({"loss": 1.0}, step="e1"), config, start="inline")
 
 
 def test_metrics_are_a_dict_or_keywords_with_the_step_or_the_epoch(config: nb.Config) -> None:
@@ -175,21 +213,6 @@ def test_metrics_are_a_dict_or_keywords_with_the_step_or_the_epoch(config: nb.Co
         assert [step for _, step in told] == [3, 4, 5, 6, 7]
         assert [values.get("epoch") for values, _ in told] == [None, None, 3.0, None, 3.0]
         assert all(values["val_accuracy"] == 0.9 for values, _ in told)
-    with pytest.raises(TypeError, match=r"as a dict and as keywords \(setp\)"):
-        quiet(lambda config, ctx: ctx.log({"loss": 1.0}, setp=3), config, start="inline")
-    with pytest.raises(TypeError, match="not a dict"):
-        quiet(lambda config, ctx: ctx.report(step=3), config, start="inline")
-
-
-def test_a_checkpoint_stays_in_its_folder_and_is_a_dict(config: nb.Config) -> None:
-    for kind in ("../../x", "a/b", "", ".hidden"):
-        with pytest.raises(CheckpointError, match="cannot name a checkpoint"):
-            quiet(lambda config, ctx, kind=kind: ctx.save({}, kind=kind), config, start="inline")
-    with pytest.raises(
-        CheckpointError,
-        match=r"save a Linear as a checkpoint: it is not a dict\n(.*\n)*.*state_dict",
-    ):
-        quiet(lambda config, ctx: ctx.save(torch.nn.Linear(1, 1)), config, start="inline")
 
 
 # --- what a training function does ---
@@ -242,7 +265,7 @@ def test_cell_functions_and_classes_in_pools_and_loaders(config: nb.Config, tmp_
 
 
 def test_weights_of_a_run_that_saved_none(config: nb.Config) -> None:
-    result = quiet(functions.draws, config, start="inline")
+    result = inline(functions.draws, config)
     with pytest.raises(CheckpointError, match=r"saved no checkpoint\n(.*\n)*.*ctx\.save"):
         result.load_into(torch.nn.Linear(1, 1))
 
@@ -267,27 +290,18 @@ class Trains:
         return self.lr
 
 
-def _closure(lr: float) -> Any:
-    return lambda config, ctx: lr
+BOUND = [
+    lambda lr: lambda config, ctx: lr,
+    Trains,
+    lambda lr: Trains(lr).train,
+    lambda lr: functools.partial(takes_more, lr=lr),
+]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        _closure,
-        Trains,
-        lambda lr: Trains(lr).train,
-        lambda lr: functools.partial(takes_more, lr=lr),
-    ],
-)
+@pytest.mark.parametrize("make", BOUND, ids=["closure", "object", "method", "partial"])
 def test_functions_that_differ_in_a_bound_value_share_no_run(make: Any) -> None:
     assert Identity.of({}, make(0.1)) == Identity.of({}, make(0.1))
     assert Identity.of({}, make(0.1)) != Identity.of({}, make(0.2))
-
-
-def test_partials_of_two_functions_share_no_run() -> None:
-    one, other = functools.partial(functions.ranks), functools.partial(functions.reports)
-    assert Identity.of({}, one) != Identity.of({}, other)
 
 
 def test_a_run_damaged_by_a_crash_hinders_no_launch(config: nb.Config) -> None:
@@ -353,13 +367,19 @@ def test_a_working_directory_that_was_deleted(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pytest.raises(
-        LaunchError, match=r"directory of this process has been deleted\n(.*\n)*.*%cd"
-    ):
+    deleted = r"directory of this process has been deleted\n(.*\n)*.*%cd"
+    with pytest.raises(LaunchError, match=deleted):
         quiet(functions.ranks, config)
 
 
-def test_a_folder_whose_name_is_too_long(config: nb.Config, tmp_path: Path) -> None:
-    mine = config.with_overrides({"runtime.output_dir": str(tmp_path / ("x" * 300))})
-    with pytest.raises(RunFolderError, match="File name too long"):
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("x" * 300, "File name too long"), ("file", r"file cannot be written.*\n.*disk with free")],
+)
+def test_an_output_folder_that_cannot_be(
+    config: nb.Config, tmp_path: Path, name: str, what: str
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    mine = config.with_overrides({"runtime.output_dir": str(tmp_path / name)})
+    with pytest.raises(RunFolderError, match=what):
         quiet(functions.ranks, mine, resume="auto")

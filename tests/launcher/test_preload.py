@@ -20,13 +20,6 @@ from nbtoolkit.launcher import fork_servers
 ALONE = "threadpoolctl"
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> nb.Config:
-    return nb.load_config(
-        env=None, overrides={"tracking.mlflow": False, "runtime.output_dir": str(tmp_path)}
-    )
-
-
 def test_what_a_rank_imports_is_there_in_a_later_launch(config: nb.Config) -> None:
     assert launch_until(PACKAGE, config)
 
@@ -211,19 +204,20 @@ def test_modules_of_the_working_directory_are_never_imported_ahead(
     assert not tell_and_import("my_own_module", config)
 
 
-def test_environment_key_ignores_what_says_nothing() -> None:
+@pytest.mark.parametrize(
+    ("changed", "equal"),
+    [
+        ({"PWD": "/y"}, True),
+        ({"PYTEST_CURRENT_TEST": "test_it (call)"}, True),  # pytest sets it again for each test
+        ({"HF_HOME": "/b"}, False),
+        # Libraries set these for themselves, as in a kernel that imports scikit-learn or makes an
+        # optimizer between two launches.
+        ({"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}, True),
+        ({"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_me"}, True),
+        ({"KMP_INIT_AT_FORK": "TRUE"}, False),
+        ({"TORCHINDUCTOR_CACHE_DIR": "/mine"}, False),
+    ],
+)
+def test_which_variables_make_another_environment(changed: dict[str, str], equal: bool) -> None:
     base = {"HF_HOME": "/a", "PWD": "/x"}
-    assert environment_key(base) == environment_key({"HF_HOME": "/a", "PWD": "/y"})
-    # pytest sets it again for each test
-    running = {**base, "PYTEST_CURRENT_TEST": "test_it (call)"}
-    assert environment_key(base) == environment_key(running)
-    assert environment_key(base) != environment_key({"HF_HOME": "/b", "PWD": "/x"})
-
-
-def test_environment_key_ignores_what_libraries_set_for_themselves() -> None:
-    """As in a kernel that imports scikit-learn or makes an optimizer between two launches."""
-    key = environment_key({})
-    own = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
-    assert environment_key({**own, "TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_me"}) == key
-    assert environment_key({"KMP_INIT_AT_FORK": "TRUE"}) != key
-    assert environment_key({"TORCHINDUCTOR_CACHE_DIR": "/mine"}) != key
+    assert (environment_key(base) == environment_key({**base, **changed})) is equal

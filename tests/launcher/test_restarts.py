@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kernels import finish, script, until
+from launches import begin, notes
+from machines import SCRIPT, cpu_machine, plan_on
 
 import nbtoolkit as nb
-from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import WorkerDied, WorkerHung
-from nbtoolkit.host import Host
 from nbtoolkit.launcher.outcome import Failed
 from nbtoolkit.launcher.restarts import PAUSES, Restarts
-from nbtoolkit.run.events import CheckpointSaved, Event, MetricsReported, NoteAdded, RunStarted
+from nbtoolkit.run.events import CheckpointSaved, Event, MetricsReported, RunStarted
 from nbtoolkit.run.serialization import pack_error
 from nbtoolkit.views.state import read_state
 from nbtoolkit.views.text import explanation, page_text
@@ -25,20 +26,8 @@ from nbtoolkit.worker.context import RunContext
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> nb.Config:
-    settings = {
-        "tracking.mlflow": False,
-        "runtime.output_dir": str(tmp_path / "out"),
-        "runtime.restarts": 1,
-        "model.marks": str(tmp_path),
-    }
-    return nb.load_config(env=None, overrides=settings)
-
-
-def begin(train: Any, config: nb.Config, processes: int = 2) -> nb.RunHandle:
-    options: dict[str, Any] = {"display": "off", "resume": "never", "wait": False}
-    handle: nb.RunHandle = nb.launch(train, config, processes=processes, **options)
-    return handle
+def config(config: nb.Config, tmp_path: Path) -> nb.Config:
+    return config.with_overrides({"runtime.restarts": 1, "model.marks": str(tmp_path)})
 
 
 def attempts(handle: nb.RunHandle) -> list[RunStarted]:
@@ -47,8 +36,7 @@ def attempts(handle: nb.RunHandle) -> list[RunStarted]:
 
 def told(handle: nb.RunHandle) -> list[str]:
     """What the user is told of restarts."""
-    notes = [event.text for event in handle.events() if isinstance(event, NoteAdded)]
-    return [text for text in notes if "the ranks start again" in text]
+    return [text for text in notes(handle) if "the ranks start again" in text]
 
 
 def first_time(config: nb.Config, name: str) -> bool:
@@ -102,10 +90,8 @@ def test_a_killed_rank_is_started_again_from_the_checkpoint(config: nb.Config) -
     assert (result.status, result.values) == ("completed", [4, 4])  # began after step 4
     first, second = attempts(handle)
     assert (first.attempt, second.attempt) == (1, 2)
-    assert (first.restarted_after, second.restarted_after) == (
-        "",
-        "rank 1 died with signal SIGKILL",
-    )
+    assert first.restarted_after == ""
+    assert second.restarted_after == "rank 1 died with signal SIGKILL"
     [note] = told(handle)
     assert "start again from the newest checkpoint in 1 s (restart 1 of 1)" in note
     state = read_state(handle.paths.folder)
@@ -136,14 +122,23 @@ def test_the_number_of_restarts_is_a_limit(config: nb.Config) -> None:
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         finish(handle)
     assert len(attempts(handle)) == 2
-    notes = "\n".join(getattr(caught.value, "__notes__", ()))
-    assert "the ranks were restarted once; that is the limit (runtime.restarts)" in notes
+    said = "\n".join(caught.value.__notes__)
+    assert "the ranks were restarted once; that is the limit (runtime.restarts)" in said
 
 
-def test_zero_restarts_end_the_run_at_once(config: nb.Config) -> None:
-    none = config.with_overrides({"runtime.restarts": 0, "model.kills": [2]})
-    handle = begin(counts, none, 1)
-    with pytest.raises(WorkerDied, match="SIGKILL"):
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"runtime.restarts": 0, "model.kills": [2]}, WorkerDied),
+        # An error of the user's code, without a checkpoint.
+        ({"model.raises": 2, "model.saves": False}, ValueError),
+    ],
+)
+def test_a_run_that_no_restart_may_help_ends_at_once(
+    config: nb.Config, settings: dict[str, Any], error: type[Exception]
+) -> None:
+    handle = begin(counts, config.with_overrides(settings), 1)
+    with pytest.raises(error, match=r"SIGKILL|wrong at step 2"):
         finish(handle)
     assert len(attempts(handle)) == 1
 
@@ -166,15 +161,8 @@ def test_an_error_that_comes_back_at_the_same_step_ends_the_run(config: nb.Confi
         finish(handle)
     _, second = attempts(handle)
     assert second.restarted_after == "rank 1 raised ValueError: wrong at step 3"
-    notes = "\n".join(getattr(caught.value, "__notes__", ()))
-    assert "restarted once; this attempt got no further than the one before" in notes
-
-
-def test_an_error_without_a_checkpoint_ends_the_run(config: nb.Config) -> None:
-    handle = begin(counts, config.with_overrides({"model.raises": 2, "model.saves": False}), 1)
-    with pytest.raises(ValueError, match="wrong at step 2"):
-        finish(handle)
-    assert len(attempts(handle)) == 1
+    said = "\n".join(caught.value.__notes__)
+    assert "restarted once; this attempt got no further than the one before" in said
 
 
 # --- the rules ---
@@ -232,20 +220,23 @@ def test_which_failures_another_attempt_may_help() -> None:
 # --- the default ---
 
 
-def planned(watched: bool, restarts: Any = "auto", **options: Any) -> tuple[int, str]:
-    here = Path()
-    host = Host(kind="script", reason="", working=here, scratch=here, watched=watched)
-    config = nb.load_config(env=None, overrides={"runtime.restarts": restarts})
-    plan = make_plan(config, host, nb.detect_hardware(), **options)
-    return plan.restarts, "\n".join(line for line in plan.reasons if "restarts" in line)
-
-
-def test_the_default_is_two_where_nobody_watches() -> None:
-    assert planned(watched=False) == (2, "restarts: 2 (nobody watches)")
-    assert planned(watched=True) == (0, "")
-    assert planned(watched=True, restarts=3) == (3, "restarts: 3 (runtime.restarts)")
-    assert planned(watched=False, restarts=0) == (0, "")
-    assert planned(watched=False, start="inline") == (0, "")
+@pytest.mark.parametrize(
+    ("watched", "setting", "start", "restarts", "reason"),
+    [
+        (False, "auto", "forkserver", 2, "restarts: 2 (nobody watches)"),
+        (True, "auto", "forkserver", 0, ""),
+        (True, 3, "forkserver", 3, "restarts: 3 (runtime.restarts)"),
+        (False, 0, "forkserver", 0, ""),
+        (False, "auto", "inline", 0, ""),
+    ],
+)
+def test_the_default_is_two_where_nobody_watches(
+    watched: bool, setting: Any, start: Any, restarts: int, reason: str
+) -> None:
+    host = replace(SCRIPT, watched=watched)
+    plan = plan_on(cpu_machine(), host=host, start=start, runtime__restarts=setting)
+    assert plan.restarts == restarts
+    assert "\n".join(line for line in plan.reasons if "restarts" in line) == reason
 
 
 def test_nobody_watches_a_script(tmp_path: Path) -> None:

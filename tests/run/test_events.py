@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import threading
 import time
 from dataclasses import MISSING, FrozenInstanceError, replace
 from pathlib import Path
@@ -237,3 +238,29 @@ def test_an_event_gets_its_time_when_it_is_written(tmp_path: Path) -> None:
 def test_an_event_does_not_change() -> None:
     with pytest.raises(FrozenInstanceError):
         WHOLE[2].text = "y"  # type: ignore[misc,union-attr]
+
+
+def test_threads_write_whole_events(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+
+    def write(name: str) -> None:
+        for _ in range(200):
+            log.write(NoteAdded(level=name, text=name * 500))
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.close()
+    events = list(EventReader(tmp_path / "events.jsonl").read())
+    assert len(events) == 600
+    assert all(event.text == event.level * 500 for event in events)
+
+
+def test_a_closed_log_takes_nothing_more(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.close()
+    with (tmp_path / "another").open("wb"), pytest.raises(OSError, match="Bad file descriptor"):
+        log.write(NoteAdded(text="late"))
+    assert (tmp_path / "another").read_bytes() == b""

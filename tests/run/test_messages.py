@@ -56,6 +56,14 @@ def examples(kind: type[Message]) -> list[Message]:
 SENT = [one for one in leaves(Message) if not issubclass(one, Event)]
 
 
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, Connection]]:
+    ours, far = Connection.pair()
+    yield ours, far
+    ours.close()
+    far.close()
+
+
 @pytest.mark.parametrize("kind", SENT, ids=lambda kind: kind.__name__)
 def test_a_message_comes_back_as_it_was(kind: type[Message]) -> None:
     for message in examples(kind):
@@ -89,22 +97,6 @@ def test_an_unknown_type_is_named(name: str | None) -> None:
         decode(b"{}" if name is None else data)
 
 
-def test_a_packet_carries_open_descriptors() -> None:
-    ours, far = Connection.pair()
-    read, write = os.pipe()
-    assert ours.send(messages.Fork(main="m:f", group=True, descriptors=[read, write]))
-    os.close(read)
-    (got,) = far.drain()
-    assert isinstance(got, messages.Fork)
-    other_read, other_write = got.descriptors
-    os.write(other_write, b"to the file")
-    assert os.read(other_read, 99) == b"to the file"
-    for fd in (write, other_read, other_write):
-        os.close(fd)
-    ours.close()
-    far.close()
-
-
 def test_the_ends_of_a_group_come_back_from_a_list() -> None:
     ends = GroupDescriptors(agent=13, connections=[14, 15], telemetry=[16, 17])
     assert ends.numbers() == [13, 14, 15, 16, 17]
@@ -112,8 +104,10 @@ def test_the_ends_of_a_group_come_back_from_a_list() -> None:
 
 
 @pytest.mark.parametrize("size", [10, 70_000, 3_000_000])
-def test_a_message_of_any_size_arrives_with_its_descriptors(size: int) -> None:
-    ours, far = Connection.pair()
+def test_a_message_of_any_size_arrives_with_its_descriptors(
+    pair: tuple[Connection, Connection], size: int
+) -> None:
+    ours, far = pair
     read, write = os.pipe()
     assert ours.send(messages.Fork(main="m" * size, group=True, descriptors=[write]))
     got = far.receive(timeout=1.0)
@@ -123,34 +117,32 @@ def test_a_message_of_any_size_arrives_with_its_descriptors(size: int) -> None:
     assert os.read(read, 99) == b"open"
     for fd in (read, write, *got.descriptors):
         os.close(fd)
-    ours.close()
-    far.close()
 
 
-def test_programs_do_not_inherit_the_descriptors_of_a_message() -> None:
-    ours, far = Connection.pair()
+def test_programs_do_not_inherit_the_descriptors_of_a_message(
+    pair: tuple[Connection, Connection],
+) -> None:
+    ours, far = pair
     assert ours.send(messages.Fork(main="", group=False, descriptors=[0]))
     (got,) = far.drain()
     assert isinstance(got, messages.Fork)
     assert not os.get_inheritable(got.descriptors[0])
     os.close(got.descriptors[0])
-    ours.close()
-    far.close()
 
 
-def test_a_message_is_dropped_where_there_is_no_room_and_waiting_is_not_wanted() -> None:
-    ours, far = Connection.pair()
+def test_a_message_is_dropped_where_there_is_no_room_and_waiting_is_not_wanted(
+    pair: tuple[Connection, Connection],
+) -> None:
+    ours, far = pair
     for count in range(10_000):
         ours.send_nowait(messages.CollectivesStarted(count=count))
     received = far.drain()
     assert 0 < len(received) < 10_000
     assert received[-1] == messages.CollectivesStarted(count=len(received) - 1)
-    ours.close()
-    far.close()
 
 
-def test_a_line_keeps_the_order_of_messages() -> None:
-    supervisor, rank = Connection.pair()
+def test_a_line_keeps_the_order_of_messages(pair: tuple[Connection, Connection]) -> None:
+    supervisor, rank = pair
     kinds = [
         *leaves(messages.Question),
         *(one for one in SENT if issubclass(one, messages.Statement)),
@@ -161,4 +153,3 @@ def test_a_line_keeps_the_order_of_messages() -> None:
     rank.close()
     assert supervisor.drain() == said
     assert supervisor.receive() is None
-    supervisor.close()

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from launches import notes, quiet, settings_in
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
-from nbtoolkit.run.events import EventReader
 from nbtoolkit.run.rank_check import SteppedOptimizers, divergence_warning
 from nbtoolkit.worker.context import RunContext
 
-SETTINGS = {"tracking.mlflow": False, "train.epochs": 2, "checkpoint.enabled": False}
+SETTINGS = {"train.epochs": 2, "checkpoint.enabled": False}
 TOLD = r"different models: one weight is -?\d\.\d+ on rank 0 and -?\d\.\d+ on rank 1"
 DATA = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(0)))
 
@@ -69,11 +69,9 @@ def on_rank_0(config: Config, ctx: RunContext) -> None:
 
 
 def warnings(tmp_path: Path, train: Any, **overrides: Any) -> list[str]:
-    settings = {**SETTINGS, "runtime.output_dir": str(tmp_path), **overrides}
-    result = nb.launch(train, settings, processes=2, display="off")
-    events = EventReader(result.paths.events).read()
-    texts = [one.text for one in events if one.type == "note" and one.level == "warning"]
+    result = quiet(train, settings_in(tmp_path, **SETTINGS, **overrides))
     # The loops here leave train.epochs alone, which is said, too.
+    texts = notes(result, "warning")
     return [text for text in texts if not text.startswith("settings without effect: ")]
 
 
@@ -117,24 +115,21 @@ def test_ranks_that_report_parts_as_the_whole_are_told_once_with_the_line_to_wri
     assert not warnings(tmp_path, of_a_part, **off)
 
 
-def test_ranks_that_report_the_whole_are_not_suspected(tmp_path: Path) -> None:
-    assert not warnings(tmp_path, of_the_whole)
-
-
-def test_the_comparison_can_be_turned_off(tmp_path: Path) -> None:
-    assert not warnings(tmp_path, alone, **{"runtime.compare_ranks": False})
-
-
 @pytest.mark.parametrize(
-    "train", [prepared, *(pytest.param(one, marks=pytest.mark.long) for one in (in_ddp, fitted))]
+    ("train", "overrides"),
+    [
+        (of_the_whole, {}),
+        (prepared, {}),
+        (alone, {"runtime.compare_ranks": False}),
+        pytest.param(in_ddp, {}, marks=pytest.mark.long),
+        pytest.param(fitted, {}, marks=pytest.mark.long),
+        pytest.param(on_rank_0, {}, marks=pytest.mark.long),
+    ],
 )
-def test_ranks_that_train_one_model_are_not_suspected(tmp_path: Path, train: Any) -> None:
-    assert not warnings(tmp_path, train)
-
-
-@pytest.mark.long
-def test_a_model_that_one_rank_trains_alone_is_no_other_model(tmp_path: Path) -> None:
-    assert not warnings(tmp_path, on_rank_0)
+def test_ranks_that_train_one_model_or_are_not_compared_are_not_suspected(
+    tmp_path: Path, train: Any, overrides: dict[str, Any]
+) -> None:
+    assert not warnings(tmp_path, train, **overrides)
 
 
 def test_weights_come_from_every_optimizer_that_took_a_step() -> None:
@@ -176,9 +171,8 @@ def test_an_optimizer_that_is_gone_leaves_its_last_weights_and_nothing_else() ->
 
 
 def test_rounding_and_nan_are_no_difference() -> None:
-    assert (
-        divergence_warning([[[1.0, 1e-9, float("nan")]], [[1.000001, 0.0, float("nan")]]]) is None
-    )
+    nan = float("nan")
+    assert divergence_warning([[[1.0, 1e-9, nan]], [[1.000001, 0.0, nan]]]) is None
     assert divergence_warning([[[1.0]], [[1.0, 2.0]]]) is None
     assert divergence_warning([None, [[1.0]]]) is None
     assert "rank 2" in (divergence_warning([[[1.0]], [[1.0]], [[1.01]]]) or "")

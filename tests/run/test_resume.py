@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,26 +15,16 @@ from typing import Any
 import functions
 import pytest
 from kernels import SECONDS, finish, ranks_up, script, until
+from launches import begin, inline, notes, quiet
 from records import first_of, owner_pid
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
-from nbtoolkit.run.events import RECORD, EventReader, NoteAdded, RunStarted
+from nbtoolkit.run.events import RECORD, RunStarted
 from nbtoolkit.run.identity import Identity
 from nbtoolkit.run.paths import RunPaths, runs_in
-from nbtoolkit.run.resume import choose_run, new_run, roll_back, write_first_event, write_header
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> nb.Config:
-    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / "out")}
-    return nb.load_config(env=None, overrides=settings)
-
-
-def begin(train: Any, config: nb.Config, processes: int = 2, **options: Any) -> nb.RunHandle:
-    options = {"display": "off", "resume": "never", "wait": False, **options}
-    return nb.launch(train, config, processes=processes, **options)
+from nbtoolkit.run.resume import choose_run, new_run, write_first_event
 
 
 def cut_off(train: Any, config: nb.Config, processes: int = 2) -> RunPaths:
@@ -61,19 +52,14 @@ REFUSED = (
 
 
 def test_a_run_of_an_earlier_build_is_shown_and_not_resumed(config: nb.Config) -> None:
-    first = nb.launch(functions.reports, config, start="inline", display="off")
+    first = inline(functions.reports, config)
     made_by_an_earlier_build(first.paths.folder)
     again = nb.attach(first.paths.folder, display="off").result()
     assert (again.status, again.metrics) == (first.status, first.metrics)
     with pytest.raises(ResumeError, match=REFUSED):
         nb.launch(functions.reports, config, resume=first.paths.folder, display="off")
-    new = nb.launch(functions.reports, config, start="inline", resume="auto", display="off")
+    new = inline(functions.reports, config, resume="auto")
     assert new.paths.folder != first.paths.folder
-
-
-def warnings(paths: RunPaths) -> list[str]:
-    events = EventReader(paths.events).read()
-    return [event.text for event in events if isinstance(event, NoteAdded)]
 
 
 def saves_and_fails(factor: float) -> Any:
@@ -84,20 +70,48 @@ def saves_and_fails(factor: float) -> Any:
     return train
 
 
+def fails_at_once(config: nb.Config, ctx: nb.RunContext) -> None:
+    raise RuntimeError("before a checkpoint")
+
+
 def left_by(train: Any, config: nb.Config) -> RunPaths:
-    """A run that has failed after its checkpoint."""
+    """A run of one process that has failed after its checkpoint."""
     with pytest.raises(RuntimeError, match="after the checkpoint"):
-        nb.launch(train, config, start="inline", display="off")
+        inline(train, config, processes=1, resume="auto")
     return max(runs_in(config.runtime.output_dir), key=lambda paths: paths.run_id)
 
 
+SAVES = saves_and_fails(1.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "changes", "taken"),
+    [
+        pytest.param(SAVES, SAVES, {}, True, id="the same"),
+        pytest.param(SAVES, SAVES, {"train.num_workers": 3}, True, id="other workers"),
+        pytest.param(SAVES, SAVES, {"optim.lr": 0.5}, False, id="another rate"),
+        pytest.param(SAVES, functions.reports, {}, False, id="another function"),
+        pytest.param(functions.reports, functions.reports, {}, False, id="complete"),
+        pytest.param(fails_at_once, fails_at_once, {}, False, id="no checkpoint"),
+    ],
+)
+def test_which_run_auto_resumes(
+    config: nb.Config, before: Any, now: Any, changes: dict[str, Any], taken: bool
+) -> None:
+    with contextlib.suppress(RuntimeError):
+        inline(before, config)
+    [left] = runs_in(config.runtime.output_dir)
+    with choose_run(config.with_overrides(changes), now, None, "auto") as run:
+        assert (run.paths == left, run.attempt) == (taken, 1 + taken)
+
+
 def test_a_run_of_other_code_is_named_with_the_functions_that_differ(config: nb.Config) -> None:
-    first = left_by(saves_and_fails(1.0), config)
-    assert left_by(saves_and_fails(1.0), config) == first
+    first = left_by(SAVES, config)
+    assert left_by(SAVES, config) == first
     time.sleep(1.0)  # a run's id has whole seconds
     second = left_by(saves_and_fails(2.0), config)
     assert second != first
-    [warning] = warnings(second)
+    [warning] = notes(nb.attach(second.folder))
     assert warning.startswith(
         f"starts anew, because the code differs from that of the unfinished run {first.run_id}: "
         "saves_and_fails.<locals>.train; "
@@ -108,7 +122,7 @@ def test_a_run_of_other_code_is_named_with_the_functions_that_differ(config: nb.
 def test_a_run_with_checkpoints_and_a_damaged_record_is_named(
     config: nb.Config, damage: str
 ) -> None:
-    first = left_by(saves_and_fails(1.0), config)
+    first = left_by(SAVES, config)
     first.events.unlink()
     if damage in ("empty", "cut"):
         first.events.write_text({"empty": "", "cut": '{"type": "run", "t": 1.0, "run_'}[damage])
@@ -117,35 +131,20 @@ def test_a_run_with_checkpoints_and_a_damaged_record_is_named(
     elif damage == "folder":
         first.events.mkdir()
     time.sleep(1.0)
-    second = left_by(saves_and_fails(1.0), config)
+    second = left_by(SAVES, config)
     assert second != first
-    assert warnings(second) == [
+    assert notes(nb.attach(second.folder)) == [
         f"not resumed, because the record is damaged: {first.run_id}; nb.load_model reads "
         "checkpoints"
     ]
 
 
 def test_the_lines_before_a_new_attempt_may_be_cut(config: nb.Config) -> None:
-    first = left_by(saves_and_fails(1.0), config)
+    first = left_by(SAVES, config)
     with first.events.open("a") as events:
         events.write('{"type": "report", "t": 1.0, "val')
-    assert left_by(saves_and_fails(1.0), config) == first
+    assert left_by(SAVES, config) == first
     assert first_of(first.folder).attempt == 2
-
-
-def test_a_launch_that_does_not_start_leaves_the_attempt_before(config: nb.Config) -> None:
-    first = left_by(saves_and_fails(1.0), config)
-    before = first.events.read_bytes()
-    with choose_run(config, saves_and_fails(1.0), None, "auto") as run:
-        assert run.paths == first
-        host, hardware = nb.detect_host(), nb.detect_hardware()
-        plan = nb.make_plan(config, host, hardware)
-        write_header(run, config, plan, host, saves_and_fails(1.0))
-        assert first_of(first.folder).attempt == 2
-        roll_back(run)
-    assert first.events.read_bytes() == before
-    with pytest.raises(RuntimeError, match="after the checkpoint"):
-        nb.attach(first.folder, display="off").result()
 
 
 def test_folds_of_an_earlier_build_are_not_resumed(config: nb.Config) -> None:
@@ -169,8 +168,8 @@ def test_a_search_is_no_run_to_resume(config: nb.Config, kind: str, name: str) -
             choose_run(config, functions.ranks, None, run.paths.folder)
 
 
-@pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
-def test_auto_goes_on_with_another_number_of_ranks_and_says_so(
+@pytest.mark.parametrize(("before", "now"), [(2, 2), (2, 1), (1, 2)])
+def test_auto_goes_on_with_any_number_of_ranks_and_says_so(
     config: nb.Config, capsys: pytest.CaptureFixture[str], before: int, now: int
 ) -> None:
     paths = cut_off(functions.saves_then_waits, config, before)
@@ -178,28 +177,46 @@ def test_auto_goes_on_with_another_number_of_ranks_and_says_so(
     result = finish(handle)
     assert result.paths == paths
     assert result.values == [{"epoch": 3}] * now
+    said = capsys.readouterr().out
+    assert f"resuming the unfinished run {paths.run_id} (attempt 2" in said
     made = "1 process" if before == 1 else "2 processes"
-    assert f"(attempt 2; {made} before, {now} now; " in capsys.readouterr().out
+    assert (f"(attempt 2; {made} before, {now} now; " in said) == (before != now)
+    attempts = [event.attempt for event in handle.events() if event.type == "run"]
+    assert attempts == [1, 2]
 
 
-def test_a_named_run_may_go_on_with_other_ranks_workers_and_accumulation(
+def test_a_named_run_refuses_what_decides_its_result_and_goes_on_with_other_changes(
     config: nb.Config,
 ) -> None:
-    paths = cut_off(functions.saves_then_waits, config, 2)
-    other = {
+    train = functions.saves_then_waits
+    run = cut_off(train, config).folder
+    other_function = r"another function: functions.saves_then_waits, not functions.reports\n"
+    for resume, function, changes, message in (
+        (run, train, {"optim.lr": 0.5}, r"optim.lr: 0.001 then, 0.5 now"),
+        (run, train, {"train.epochs": 9}, r"train.epochs: 10 then, 9 now"),
+        (run.name, functions.reports, {}, other_function),
+        ("of-another-life", train, {}, "there is no run of-another-life"),
+    ):
+        with pytest.raises(ResumeError, match=message):
+            quiet(function, config.with_overrides(changes), resume=resume)
+    changes = {
         "train.num_workers": 2,
         "train.gradient_accumulation_steps": 4,
         "distributed.bucket_cap_mb": 5.0,
     }
-    handle = begin(functions.saves_then_waits, config.with_overrides(other), 1, resume=paths.folder)
-    assert finish(handle).paths == paths
+    resumed = quiet(train, config.with_overrides(changes), 1, resume=run.name)
+    assert resumed.paths.folder == run
+    with pytest.raises(ResumeError, match="is complete"):
+        quiet(train, config, resume=run)
+    longer = config.with_overrides({"train.epochs": 11})
+    assert quiet(train, longer, resume=run).value == {"epoch": 3}
 
 
 def test_a_step_that_grows_with_the_ranks_keeps_their_number(config: nb.Config) -> None:
     mine = config.with_overrides({"train.batch_size_per_device": 16})
-    paths = cut_off(functions.saves_then_waits, mine, 2)
-    with pytest.raises(ResumeError, match=r"distributed.world_size: 2 then, 1 now"):
-        begin(functions.saves_then_waits, mine, 1, resume=paths.folder)
+    paths = left_by(SAVES, mine)
+    with pytest.raises(ResumeError, match=r"distributed.world_size: 1 then, 2 now"):
+        quiet(SAVES, mine, 2, resume=paths.folder)
 
 
 @pytest.mark.parametrize(
@@ -209,10 +226,8 @@ def test_a_step_that_grows_with_the_ranks_keeps_their_number(config: nb.Config) 
         ({"distributed.find_unused_parameters": True}, True),
         ({"train.gradient_accumulation_steps": 2}, True),
         ({"train.num_workers": 3}, True),
-        (
-            {"runtime.time_budget": 60, "checkpoint.keep_last": 5, "tracking.record_samples": True},
-            True,
-        ),
+        ({"runtime.time_budget": 60, "checkpoint.keep_last": 5}, True),
+        ({"tracking.record_samples": True}, True),
         ({"distributed.sync_batchnorm": True}, False),
         ({"distributed.compression": "fp16"}, False),
         ({"train.precision": "bf16"}, False),
@@ -246,15 +261,6 @@ def test_a_checkpoint_is_one_that_was_finished(tmp_path: Path, file: str, found:
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).touch()
     assert has_checkpoint(tmp_path) is found
-
-
-def test_a_run_may_be_made_longer_but_not_shorter(config: nb.Config) -> None:
-    paths = cut_off(functions.saves_then_waits, config, 1)
-    shorter = config.with_overrides({"train.epochs": 9})
-    with pytest.raises(ResumeError, match=r"train.epochs: 10 then, 9 now"):
-        begin(functions.saves_then_waits, shorter, 1, resume=paths.folder)
-    longer = config.with_overrides({"train.epochs": 11})
-    assert finish(begin(functions.saves_then_waits, longer, 1, resume=paths.folder)).value
 
 
 # --- two kernels at once --------------------------------------------------------------------------

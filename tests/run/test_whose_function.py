@@ -17,12 +17,6 @@ from nbtoolkit.tasks.find import find_task
 SPACE = {"optim.lr": {"type": "float", "low": 0.1, "high": 0.9}}
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> nb.Config:
-    overrides = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path / "out")}
-    return nb.load_config(env=None, overrides=overrides)
-
-
 def score(config: Any, ctx: Any) -> None:
     ctx.report({"score": config.optim.lr})
 

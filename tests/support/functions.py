@@ -75,7 +75,9 @@ def floods(config: Any, ctx: Any) -> None:
     print("the last line")
 
 
-def draws_bars(config: Any, ctx: Any) -> None:
+def draws_bars_and_displays(config: Any, ctx: Any) -> None:
+    from IPython.display import HTML
+    from IPython.display import display as show
     from tqdm import notebook
     from tqdm.auto import tqdm, trange
 
@@ -85,12 +87,6 @@ def draws_bars(config: Any, ctx: Any) -> None:
         pass
     for _ in trange(3, desc="range bar"):
         pass
-
-
-def displays(config: Any, ctx: Any) -> None:
-    from IPython.display import HTML
-    from IPython.display import display as show
-
     show({"shown": "by import"})
     display({"shown": "as in a cell"})  # noqa: F821  (a builtin in notebooks)
     show(HTML("<b>bold</b>"))

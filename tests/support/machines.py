@@ -1,4 +1,4 @@
-"""Hardware to inject: machines with given GPUs, builds of torch and ages."""
+"""Hardware to inject: machines with given GPUs, builds of torch and ages; and their plans."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.environment.hardware import Hardware, TorchBuild, detect_hardware
+from nbtoolkit.environment.launch_plan import LaunchPlan
+from nbtoolkit.environment.plan import Evidence, make_plan
+from nbtoolkit.host import Host
 
 # The lists of the wheels on PyPI: what `torch.cuda.get_arch_list()` says there.
 CU124 = TorchBuild(
@@ -22,6 +26,8 @@ CU130 = TorchBuild(
     arch=("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"),
 )
 CPU_BUILD = TorchBuild(version="2.13.0+cpu", cuda=None)
+
+SCRIPT = Host(kind="script", reason="a test", working=Path("/here"), scratch=Path("/here"))
 
 DAY = 86_400.0
 
@@ -150,6 +156,28 @@ def cpu_machine(cpus: int = 4) -> Hardware:
     """A machine without NVIDIA's driver."""
     nvml = Nvml(broken="NVML Shared Library Not Found")
     return replace(detect_hardware({}, nvml, torch_build=CPU_BUILD), cpu_count=cpus)
+
+
+def plan_settings(settings: dict[str, Any]) -> Config:
+    """A configuration; ``distributed__enabled`` stands for ``distributed.enabled``."""
+    named = {name.replace("__", "."): value for name, value in settings.items()}
+    return load_config(env=None, overrides=named)
+
+
+def plan_on(
+    hardware: Hardware,
+    *evidence: Evidence,
+    host: Host = SCRIPT,
+    start: Any = "forkserver",
+    **settings: Any,
+) -> LaunchPlan:
+    """The plan of a machine with these settings, named as ``plan_settings`` says."""
+    return make_plan(plan_settings(settings), host, hardware, evidence, start=start)
+
+
+def says(plan: LaunchPlan, text: str) -> bool:
+    """Whether a reason of the plan has this text."""
+    return any(text in reason for reason in plan.reasons)
 
 
 def machine_of_age(root: Path, age: float, *, uptime: float = 40 * DAY) -> Path:

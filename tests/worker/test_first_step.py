@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from launches import notes, quiet
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.nn import functional as F
@@ -14,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
-from nbtoolkit.run.events import EventReader
 from nbtoolkit.worker.context import RunContext
 
 WEIGHT = torch.tensor([1.0, 2.0, 3.0])
@@ -199,9 +199,8 @@ def without_optimizer(config: Config, ctx: RunContext) -> int:
     return _len_torch_function_stack()
 
 
-def test_the_look_ends_in_a_loop_without_an_optimizer(tmp_path: Any) -> None:
-    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path)}
-    assert nb.launch(without_optimizer, settings, processes=2, display="off").values == [0, 0]
+def test_the_look_ends_in_a_loop_without_an_optimizer(config: Config) -> None:
+    assert quiet(without_optimizer, config).values == [0, 0]
 
 
 # --- a run, as the user sees it ---
@@ -243,12 +242,8 @@ def ddp_by_hand() -> Tensor:
 
 @pytest.mark.parametrize("reduction", ["auto", "batch"])
 def test_a_class_weighted_loop_trains_as_ddp_does_and_batch_silences_the_warning(
-    tmp_path: Any, reduction: str
+    config: Config, reduction: str
 ) -> None:
-    settings = {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path)}
-    settings["train.loss_reduction"] = reduction
-    result = nb.launch(weighted, settings, processes=2, display="off")
-    notes = [one for one in EventReader(result.paths.events).read() if one.type == "note"]
-    warnings = [note.text for note in notes if "class weights" in note.text]
-    assert len(warnings) == (reduction == "auto")
+    result = quiet(weighted, config.with_overrides({"train.loss_reduction": reduction}))
+    assert len([text for text in notes(result) if "class weights" in text]) == (reduction == "auto")
     assert torch.allclose(torch.tensor(result.value), ddp_by_hand(), atol=1e-6)

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from launches import notes, quiet
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
-from nbtoolkit.run.events import EventReader, NoteAdded
 from nbtoolkit.worker.context import RunContext
 
 DATA = TensorDataset(torch.arange(24.0).reshape(24, 1) / 24)
 TOLD = "each of the 2 ranks has trained on all samples"
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return Config().with_overrides({"tracking.mlflow": False, "runtime.output_dir": str(tmp_path)})
 
 
 def train(loader: Any, model: Any) -> None:
@@ -91,10 +85,7 @@ def fits(config: Config, ctx: RunContext) -> None:
 
 
 def warnings(train: Callable[..., object], config: Config, processes: int = 2) -> list[str]:
-    result = nb.launch(train, config, processes=processes, display="off")
-    events = EventReader(result.paths.events).read()
-    notes = [event for event in events if isinstance(event, NoteAdded)]
-    return [note.text for note in notes if note.level == "warning"]
+    return notes(quiet(train, config, processes), "warning")
 
 
 @pytest.mark.parametrize("forgets", [forgets_all, forgets_the_loader, forgets_the_sampler])
@@ -131,9 +122,7 @@ def test_a_search_tells_it_once(config: Config) -> None:
     space = {"optim.lr": {"type": "float", "low": 0.1, "high": 1.0}}
     config = config.with_overrides({"distributed.world_size": 2})
     result = nb.sweep(forgets_and_returns, config, space, n_trials=3, display="off")
-    events = EventReader(result.paths.events).read()
-    told = [event for event in events if isinstance(event, NoteAdded) and TOLD in event.text]
-    assert len(told) == 1
+    assert len([text for text in notes(result) if TOLD in text]) == 1
 
 
 def forgets_and_returns(config: Config, ctx: RunContext) -> dict[str, float]:
