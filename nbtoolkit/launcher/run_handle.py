@@ -294,10 +294,10 @@ class RunHandle:
     def _outcome(self) -> RunResult:
         """Return the result; raise what kept the run from one."""
         __tracebackhide__ = True
+        refuse_deleted(self.paths)  # first: the supervisor of such a run may fail to write there
         if (lost := self._lost) is not None:
             kind = {"RunFolderError": RunFolderError}.get(lost.error, LaunchError)
             raise kind(lost.what, allowed=lost.allowed, do=lost.do)
-        refuse_deleted(self.paths)
         ended = last_event(self.paths)
         if ended is None:
             raise no_result(self.paths, self._remote)

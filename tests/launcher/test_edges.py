@@ -19,7 +19,11 @@ from kernels import SECONDS, script
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, RunFolderError
+from nbtoolkit.launcher.run_handle import StartedRun
 from nbtoolkit.run.events import EventReader
+from nbtoolkit.run.messages import SupervisorLost
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.transport import Connection
 
 # --- the run's folder -----------------------------------------------------------------------------
 
@@ -51,6 +55,18 @@ def test_the_functions_own_error_is_the_cause(config: nb.Config) -> None:
     with pytest.raises(RunFolderError, match=DELETED) as caught:
         nb.launch(deletes_and_raises, config, processes=1, display="off")
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_supervisor_that_cannot_write_to_a_deleted_folder_is_told_as_that(tmp_path: Path) -> None:
+    """On a busy machine a rank deletes the folder before the supervisor has flushed its name."""
+    paths = RunPaths.create(tmp_path, "gone")
+    supervisor, kernel = Connection.pair()
+    handle = nb.RunHandle(paths, StartedRun(line=kernel))
+    shutil.rmtree(paths.folder)
+    supervisor.send(SupervisorLost(error="RunFolderError", what="no", allowed="", do="free space"))
+    supervisor.close()
+    with pytest.raises(RunFolderError, match=DELETED):
+        handle.result(timeout=SECONDS)
 
 
 # --- unusual processes ----------------------------------------------------------------------------
