@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fits import configured, model_of, samples
 from limits import Hungry, limit_addresses, memory_cgroup
-from machines import CPU_BUILD, machine
+from machines import CPU_BUILD, cpu_machine, machine, plan_on
 from records import first_of
 from torch import nn
 
@@ -186,10 +186,25 @@ def test_the_next_plan_has_about_twice_the_steps_and_the_same_batch(
     assert plan.too_large == min(failed, default=None)
     again = LaunchPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert again == plan
-    fallen = [BatchTooLarge(32), GroupNotFormed("no network")]
-    if batch == 64:
-        alone = make_plan(config, detect_host({}), hardware, fallen)
-        assert (alone.processes, alone.batch_size_per_device, alone.accumulate) == (1, 16, 4)
+
+
+@pytest.mark.parametrize(("failed", "per_device", "accumulate"), [(32, 16, 4), (128, 32, 2)])
+def test_a_fallback_keeps_to_the_memory_and_never_grows_a_forward_pass(
+    failed: int, per_device: int, accumulate: int
+) -> None:
+    evidence = BatchTooLarge(failed), GroupNotFormed("no network")
+    settings = {"train__batch_size": BATCH, "distributed__world_size": 2}
+    plan = plan_on(cpu_machine(), *evidence, **settings)
+    assert (plan.processes, plan.batch_size_per_device) == (1, per_device)
+    assert plan.accumulate == accumulate
+
+
+@pytest.mark.parametrize(
+    "settings", [{"train__gradient_accumulation_steps": 1}, {"train__batch_size_per_device": 64}]
+)
+def test_a_plan_leaves_the_steps_that_are_set_by_hand(settings: dict[str, int]) -> None:
+    plan = plan_on(cpu_machine(), BatchTooLarge(64), **settings)
+    assert (plan.accumulate, plan.too_large) == (1, None)
 
 
 def test_a_lost_supervisor_is_not_taken_for_a_batch_that_is_too_large() -> None:

@@ -100,6 +100,7 @@ FULL = failed(RuntimeError("CUDA out of memory: tried to allocate 2 GiB"))
         (FULL, 0, True, {}, True),
         (FULL, 0, False, {}, False),
         (FULL, 0, True, {"train.gradient_accumulation_steps": 2}, False),
+        (FULL, 0, True, {"train.batch_size_per_device": 16}, False),
         (FULL, 0, True, {"train.batch_size": 2}, False),  # one sample in a forward pass
         # The count of kills for memory has changed since -1; None: it cannot be read.
         (KILLED, -1, True, {}, True),

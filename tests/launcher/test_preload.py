@@ -48,6 +48,7 @@ def test_a_fork_server_may_be_replaced_while_a_launch_is_prepared(config: nb.Con
     def train(config: nb.Config, ctx: nb.RunContext) -> bool:
         return isinstance(waits, object)
 
+    fork_servers.shutdown()  # a next one of the test before would keep this test's out
     fork_servers.fork_server().wait_until_ready()
     fork_servers.import_ahead([f"not_installed.part_{number}" for number in range(100)])
     assert nb.launch(train, config, processes=1, resume="never", display="off").value
