@@ -162,7 +162,9 @@ print(result.values == [order(config, None)] * 2)
 """
 
 
-@pytest.mark.parametrize("changes", [{}, {"PYTHONHASHSEED": "3"}])
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, marks=pytest.mark.long), {"PYTHONHASHSEED": "3"}]
+)
 def test_sets_have_the_kernels_order_if_it_was_started_with_a_hash_seed(
     home: Path, changes: dict[str, str]
 ) -> None:

@@ -351,7 +351,9 @@ def test_a_forkserver_that_cannot_start_says_why(config: nb.Config, tmp_path: Pa
 # --- surroundings ---
 
 
-@pytest.mark.parametrize("value", ["", "auto", "0"])
+@pytest.mark.parametrize(
+    "value", ["auto", *(pytest.param(value, marks=pytest.mark.long) for value in ("", "0"))]
+)
 def test_omp_num_threads_that_is_no_number(
     value: str, config: nb.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,14 +20,15 @@ from nbtoolkit.launcher import fork_servers
 ALONE = "threadpoolctl"
 
 
-def test_what_a_rank_imports_is_there_in_a_later_launch(config: nb.Config) -> None:
-    assert launch_until(PACKAGE, config)
-
-
-def test_a_changed_environment_is_not_served_from_old_imports(
-    config: nb.Config, monkeypatch: pytest.MonkeyPatch
+def test_what_a_rank_imports_is_there_in_a_later_launch(
+    config: nb.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But no module of the working directory, and nothing in a changed environment."""
+    (tmp_path / "my_own_module.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not tell_and_import("my_own_module", config)
     assert launch_until(PACKAGE, config)
+    assert not tell_and_import("my_own_module", config)
     monkeypatch.setenv("NBTOOLKIT_TEST_SETTING", "1")
     assert not tell_and_import(PACKAGE, config)
 
@@ -193,16 +194,6 @@ def test_a_fork_server_serves_one_set_of_variables_that_torch_reads(
     assert nb.launch(reads, config, processes=1, resume="never", display="off").value is False
     monkeypatch.setenv("TORCHDYNAMO_VERBOSE", "1")
     assert nb.launch(reads, config, processes=1, resume="never", display="off").value is True
-
-
-def test_modules_of_the_working_directory_are_never_imported_ahead(
-    config: nb.Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_own_module.py").write_text("VALUE = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert not tell_and_import("my_own_module", config)
-    assert launch_until(PACKAGE, config)
-    assert not tell_and_import("my_own_module", config)
 
 
 @pytest.mark.parametrize(
