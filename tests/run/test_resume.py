@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,24 @@ import functions
 import pytest
 from kernels import SECONDS, finish, ranks_up, script, until
 from launches import begin, inline, notes, quiet
+from machines import cpu_machine, plan_on
 from records import first_of, owner_pid
 
 import nbtoolkit as nb
+from nbtoolkit.environment.plan import BatchTooLarge
 from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
 from nbtoolkit.run.events import RECORD, RunStarted
 from nbtoolkit.run.identity import Identity
 from nbtoolkit.run.paths import RunPaths, runs_in
-from nbtoolkit.run.resume import choose_run, new_run, write_first_event
+from nbtoolkit.run.resume import (
+    choose_run,
+    lock_run,
+    new_run,
+    refuse_other_function,
+    why_not_resumed,
+    write_first_event,
+)
 
 
 def cut_off(train: Any, config: nb.Config, processes: int = 2) -> RunPaths:
@@ -103,6 +114,52 @@ def test_which_run_auto_resumes(
     [left] = runs_in(config.runtime.output_dir)
     with choose_run(config.with_overrides(changes), now, None, "auto") as run:
         assert (run.paths == left, run.attempt) == (taken, 1 + taken)
+
+
+def test_behind_a_run_that_is_alive_an_older_one_is_resumed(config: nb.Config) -> None:
+    older = left_by(SAVES, config)
+    newer = older.folder.with_name("29991231T000000-train-0001")
+    shutil.copytree(older.folder, newer)
+    alive = lock_run(RunPaths(newer))
+    assert alive is not None
+    with choose_run(config, SAVES, None, "auto") as run:
+        assert run.paths == older
+    alive.release()
+
+
+def test_a_request_to_stop_the_attempt_before_is_forgotten(config: nb.Config) -> None:
+    left = left_by(SAVES, config)
+    left.stop.write_text("{}")
+    with choose_run(config, SAVES, None, "auto") as run:
+        assert run.resumed
+        assert not left.stop.exists()
+
+
+@pytest.mark.parametrize(("processes", "known"), [(2, (BatchTooLarge(16),)), (1, ())])
+def test_a_limit_of_memory_is_known_to_as_many_ranks_only(
+    tmp_path: Path, processes: int, known: tuple[BatchTooLarge, ...]
+) -> None:
+    before = replace(plan_on(cpu_machine(), distributed__world_size=2), too_large=16)
+    with new_run(tmp_path, "run") as new:
+        run = replace(new, attempt=2, plan_before=before.to_dict())
+        assert run.learned(plan_on(cpu_machine(), distributed__world_size=processes)) == known
+
+
+def test_a_function_of_a_notebook_may_go_on_in_a_script(tmp_path: Path) -> None:
+    in_notebook = RunStarted(function="__main__.ranks")
+    refuse_other_function(RunPaths(tmp_path), in_notebook, functions.ranks)
+    with pytest.raises(
+        ResumeError, match=r"another function: __main__.ranks, not functions.reports"
+    ):
+        refuse_other_function(RunPaths(tmp_path), in_notebook, functions.reports)
+
+
+def test_a_search_with_a_damaged_record_is_named(tmp_path: Path) -> None:
+    with new_run(tmp_path, "sweep") as run:
+        (run.paths.folder / "study.jsonl").touch()
+        run.paths.events.touch()
+    [told] = why_not_resumed(tmp_path, "sweep", Identity.of({}, functions.ranks))
+    assert told.startswith(f"not resumed, because the record is damaged: {run.paths.run_id};")
 
 
 def test_a_run_of_other_code_is_named_with_the_functions_that_differ(config: nb.Config) -> None:
