@@ -222,6 +222,15 @@ def test_a_reader_passes_over_what_is_damaged_and_waits_for_half_a_line(tmp_path
     assert list(EventReader(file, reader.offset).read()) == []
 
 
+def test_an_event_behind_a_cut_line_has_a_line_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    file.write_bytes(encode(WHOLE[0]) + encode(WHOLE[1])[:10])
+    log = EventLog(file)
+    log.write(WHOLE[2])
+    log.close()
+    assert list(EventReader(file).read()) == [WHOLE[0], WHOLE[2]]
+
+
 def test_an_event_gets_its_time_when_it_is_written(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     event = NoteAdded(text="x")

@@ -25,10 +25,11 @@ import nbtoolkit as nb
 from nbtoolkit.environment.plan import BatchTooLarge
 from nbtoolkit.errors import LaunchError, ResumeError
 from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
-from nbtoolkit.run.events import RECORD, RunStarted
+from nbtoolkit.run.events import RECORD, RunStarted, RunSubmitted
 from nbtoolkit.run.identity import Identity
 from nbtoolkit.run.paths import RunPaths, runs_in
 from nbtoolkit.run.resume import (
+    begin_attempt,
     choose_run,
     lock_run,
     new_run,
@@ -125,6 +126,20 @@ def test_behind_a_run_that_is_alive_an_older_one_is_resumed(config: nb.Config) -
     with choose_run(config, SAVES, None, "auto") as run:
         assert run.paths == older
     alive.release()
+
+
+@pytest.mark.parametrize(
+    ("first", "attempt"),
+    [
+        pytest.param(RunStarted(attempt=2), 3, id="started"),
+        pytest.param(RunSubmitted(attempt=2), 2, id="submitted"),  # its job begins it
+    ],
+)
+def test_the_number_of_an_attempt(config: nb.Config, first: RunSubmitted, attempt: int) -> None:
+    with new_run(config.runtime.output_dir, "train") as run:
+        write_first_event(run.paths, config, first)
+        identity = Identity.of({}, functions.ranks)
+        assert begin_attempt(run.paths, run.lock, identity).attempt == attempt
 
 
 def test_a_request_to_stop_the_attempt_before_is_forgotten(config: nb.Config) -> None:
