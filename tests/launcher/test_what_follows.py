@@ -16,7 +16,7 @@ from nbtoolkit.environment.plan import GroupNotFormed, PortBusy
 from nbtoolkit.environment.variables import kernel_environment
 from nbtoolkit.errors import WorkerDied
 from nbtoolkit.launcher.outcome import Failed, Outcome, OutOfMemory
-from nbtoolkit.launcher.supervisor import Exiting, RunSupervisor
+from nbtoolkit.launcher.supervisor import Exiting, Pausing, Running, RunSupervisor
 from nbtoolkit.launcher.worker_group import Spawner
 from nbtoolkit.run.events import RunStarted
 from nbtoolkit.run.paths import RunPaths
@@ -103,3 +103,16 @@ def test_a_run_that_was_asked_to_stop_does_not_start_again(
     supervisor = supervise(ONCE, None)
     supervisor.stop("enough")
     assert ends(supervisor, outcome) == "Ended 2x32"
+
+
+def test_the_ranks_start_again_after_the_pause_and_not_before(
+    supervise: Callable[..., RunSupervisor],
+) -> None:
+    supervisor = supervise(ONCE, None)
+    ends(supervisor, DIED)
+    supervisor.poll()
+    pause = supervisor._state
+    assert isinstance(pause, Pausing)
+    supervisor._state = replace(pause, until=0.0)
+    supervisor.poll()
+    assert isinstance(supervisor._state, Running)

@@ -117,6 +117,13 @@ def test_which_run_auto_resumes(
         assert (run.paths == left, run.attempt) == (taken, 1 + taken)
 
 
+def test_auto_passes_over_an_unfinished_run_of_an_earlier_build(config: nb.Config) -> None:
+    left = left_by(SAVES, config)
+    made_by_an_earlier_build(left.folder)
+    with choose_run(config, SAVES, None, "auto") as run:
+        assert run.paths != left
+
+
 def test_behind_a_run_that_is_alive_an_older_one_is_resumed(config: nb.Config) -> None:
     older = left_by(SAVES, config)
     newer = older.folder.with_name("29991231T000000-train-0001")
