@@ -292,13 +292,14 @@ class Trains:
 
 BOUND = [
     lambda lr: lambda config, ctx: lr,
+    lambda lr: lambda config, ctx, rate=lr: rate,
     Trains,
     lambda lr: Trains(lr).train,
     lambda lr: functools.partial(takes_more, lr=lr),
 ]
 
 
-@pytest.mark.parametrize("make", BOUND, ids=["closure", "object", "method", "partial"])
+@pytest.mark.parametrize("make", BOUND, ids=["closure", "default", "object", "method", "partial"])
 def test_functions_that_differ_in_a_bound_value_share_no_run(make: Any) -> None:
     assert Identity.of({}, make(0.1)) == Identity.of({}, make(0.1))
     assert Identity.of({}, make(0.1)) != Identity.of({}, make(0.2))
