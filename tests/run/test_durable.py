@@ -119,3 +119,20 @@ def test_the_values_of_a_completed_run_and_of_folds_are_kept(tmp_path: Path, lib
     cv = nb.attach(search, display="off").result()
     assert cv.status == "completed"
     assert len(cv.scores["accuracy"]) == 2
+
+
+TRIAL_SAVES = """
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.record import RunRecord
+
+record = RunRecord(RunPaths.create("out", "trial"), deadline=None, durable=False)
+record.saved("checkpoints/last.pt", 1, "last")
+"""
+
+
+def test_a_trial_is_found_once_it_has_told_of_a_checkpoint(tmp_path: Path, library: Path) -> None:
+    """Most trials have none, and are not flushed before."""
+    with session(TRIAL_SAVES, tmp_path, library) as process:
+        assert process.wait(SECONDS) == 0
+        [folder] = after_crash(tmp_path).iterdir()
+    assert '"type": "checkpoint"' in (folder / "events.jsonl").read_text()
