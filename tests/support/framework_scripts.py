@@ -225,12 +225,11 @@ def tensorflow_distributed_training_with_keras(config: Any, ctx: Any) -> dict[st
         tf.keras.callbacks.LearningRateScheduler(decay),
         PrintLR(),
         Slow(),
-        nbk.callback(ctx),
     ]
     model.fit(  # nbtoolkit
         train_dataset,
         epochs=epochs(config),
-        callbacks=callbacks,
+        callbacks=[*callbacks, nbk.callback(ctx)],
         verbose=0,
         initial_epoch=nbk.initial_epoch(ctx),
     )

@@ -291,7 +291,7 @@ def test_a_result_names_its_weights(tmp_path: Path) -> None:
         nb.predict(result, nn.Linear(3, 2), INPUTS)  # type: ignore[arg-type]
     config = configured(tmp_path)
     with pytest.raises(FitError, match=r"nb\.fit got a Config in place of ctx[\s\S]*config, ctx"):
-        nb.fit(config, result, nn.Linear(3, 2), INPUTS, None)  # type: ignore[arg-type]
+        nb.fit(config, result, nn.Linear(3, 2), INPUTS, None, loss=functional.mse_loss)  # type: ignore[arg-type]
 
 
 def test_a_wrapped_model_is_returned_without_its_wrapper(tmp_path: Path) -> None:
