@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,16 +61,22 @@ def check_version(package: str, minimum: str) -> None:
     """Check that a framework is installed and new enough.
 
     Args:
-        package: its distribution.
+        package: its distribution, or its module.
         minimum: the oldest version that works, as ``"2.5"``.
 
     Raises:
         MissingExtra: it is not installed, or too old.
     """
-    found = installed_version(package)
+    found = installed_version(package) or _version_of_module(package)
     if found is None or _numbers(found) < _numbers(minimum):
         state = "is not installed" if found is None else f"{found} is installed"
         raise _missing(package, minimum, f"{package} {state}")
+
+
+def _version_of_module(name: str) -> str | None:
+    """Return the version of a module whose distribution has another name: ``tensorflow-cpu``."""
+    distributions = packages_distributions().get(name)
+    return version(distributions[0]) if distributions else None
 
 
 @contextmanager

@@ -80,6 +80,20 @@ def test_a_framework_that_is_too_old_is_refused(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.apart
+def test_a_distribution_of_another_name_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tensorflow-cpu, tensorflow-rocm and tensorflow-intel install the module tensorflow."""
+    folder = tmp_path / "frame_cpu-2.5.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: frame-cpu\nVersion: 2.5\n")
+    (folder / "top_level.txt").write_text("frame\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    support.check_version("frame", "2.5")
+    with pytest.raises(MissingExtra, match=r"frame 2\.5 is installed"):
+        support.check_version("frame", "2.6")
+
+
 def test_a_back_end_of_keras_that_is_not_installed_is_named(tmp_path: Path) -> None:
     installed("keras")
     error = imported("keras", tmp_path, KERAS_BACKEND="no_such_backend")
