@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -569,6 +570,12 @@ def leave_no_trace(config: nb.Config, launches: int) -> int:
             "forkserver's threads": server.num_threads(),
         }
 
+    def rests() -> bool:
+        server = psutil.Process(fork_server().pid)
+        used = server.cpu_times().user
+        time.sleep(1)
+        return server.cpu_times().user == used
+
     def memory() -> tuple[int, int]:
         kernel, server = psutil.Process(), psutil.Process(fork_server().pid)
         return kernel.memory_info().rss, server.memory_info().rss
@@ -580,6 +587,7 @@ def leave_no_trace(config: nb.Config, launches: int) -> int:
     all_gone({pid})
     for _ in range(5):
         run(functions.ranks, config)
+    until(rests, "the fork server's imports, which it makes when it is idle")
     before, memory_before = state(), memory()
     for _ in range(launches):
         run(functions.ranks, config)
