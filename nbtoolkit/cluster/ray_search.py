@@ -37,7 +37,7 @@ from nbtoolkit.search.algorithm import (
     SearchAlgorithm,
     SearchJob,
     SearchRequest,
-    folder_of,
+    is_of_trial,
 )
 from nbtoolkit.search.job_runner import describe_fault, job_request
 from nbtoolkit.search.slots import ALONE, Slot
@@ -184,7 +184,7 @@ class RaySearch:
     def _stop_trial(self, number: int) -> None:
         """Write the request into the folders of the trial's jobs, which may be on any machine."""
         for key in self._running:
-            if f"{key}/".startswith(f"{folder_of(number)}/"):
+            if is_of_trial(key, number):
                 reason = "a handle asked for this trial's end"
                 stop = RunPaths(self._request.paths.folder / key).stop
                 write_json(stop, {"reason": reason, "grace": None}, durable=False)

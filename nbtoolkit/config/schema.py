@@ -358,8 +358,9 @@ class Config(Section):
         A setting that nobody has set is ``the default``. One that was given to the class, such as
         ``Config(seed=1)``, is ``set in Python``.
         """
-        elsewhere = "set in Python" if name in self.differences(Config()) else "the default"
-        return self._places.get(tuple(name.split(".")), elsewhere)
+        if place := self._places.get(tuple(name.split("."))):
+            return place
+        return "set in Python" if name in self.differences(Config()) else "the default"
 
     def __repr__(self) -> str:
         changed = self.differences(Config())

@@ -65,14 +65,15 @@ def _failure(paths: RunPaths) -> BaseException:
 def _name_cells(error: BaseException) -> None:
     """Name cells instead of their temporary files in the text of an error of nbtoolkit."""
     if isinstance(error, NbtoolkitError):
-        what, allowed, do = (_with_cells(text) for text in (error.what, error.allowed, error.do))
+        what, allowed, do = (with_cells(text) for text in (error.what, error.allowed, error.do))
         NbtoolkitError.__init__(error, what, allowed=allowed, do=do)
 
 
 _FILE_AND_LINE = re.compile(r"(<ipython-input[^>]*>|/[^\s:]+\.py):(\d+)")
 
 
-def _with_cells(text: str) -> str:
+def with_cells(text: str) -> str:
+    """Return a text with the cells of this kernel in place of their temporary files."""
     return _FILE_AND_LINE.sub(lambda match: cell_name(match[1], int(match[2])), text)
 
 

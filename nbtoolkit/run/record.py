@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.environment.deadline import on_monotonic_clock
@@ -195,9 +196,9 @@ class RunRecord:
         for file in sorted(folder.iterdir()) if folder.is_dir() else ():
             if file.name.startswith("."):  # it is being written
                 continue
-            try:
-                requested.append(messages.SearchCommand(**read_or_empty(file)))  # type: ignore[arg-type]
-            except TypeError:
+            if (command := _read_command(file)) is not None:
+                requested.append(command)
+            else:
                 self.note(f"{file} holds no command of a search, and was deleted", "warning")
             file.unlink()
         return requested
@@ -243,3 +244,13 @@ class RunRecord:
             replace(ended, seconds=seconds, metrics=self.metrics, checkpoint=self.checkpoint)
         )
         self._log.close(durable=self._durable)
+
+
+def _read_command(file: Path) -> messages.SearchCommand | None:
+    """Return the command in a file; None: it holds none."""
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(messages.SearchCommand).validate_python(read_or_empty(file))
+    except ValidationError:
+        return None

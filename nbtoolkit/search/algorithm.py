@@ -283,3 +283,8 @@ class RunningTrial:
 def folder_of(number: int) -> str:
     """Return a trial's folder, relative to the sweep's."""
     return f"trials/{number:04d}"
+
+
+def is_of_trial(key: str, number: int) -> bool:
+    """Return whether a job, by its key, is the trial ``number`` or one of its folds."""
+    return f"{key}/".startswith(f"{folder_of(number)}/")

@@ -31,7 +31,7 @@ from nbtoolkit.search.algorithm import (
     SearchAlgorithm,
     SearchJob,
     SearchRequest,
-    folder_of,
+    is_of_trial,
 )
 from nbtoolkit.search.job_runner import JobRunner
 from nbtoolkit.search.slots import Slot, SlotAllocator
@@ -224,7 +224,7 @@ class SearchScheduler:
 
     def _stop_trial(self, number: int) -> None:
         for runner in self._running:
-            if f"{runner.job.key}/".startswith(f"{folder_of(number)}/"):
+            if is_of_trial(runner.job.key, number):
                 runner.stop("a handle asked for this trial's end", None, "stopped")
 
     def _check_deadline(self) -> None:

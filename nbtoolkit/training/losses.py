@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from nbtoolkit.errors import FitError, LossNotFinite
 from nbtoolkit.training.loading.data import TORCHS_IGNORED
@@ -76,20 +76,19 @@ def on_device(loss: Loss, device: torch.device) -> Loss:
     """A loss with its tensors (``weight``, ``pos_weight``) on the model's device.
 
     Args:
-        loss: a module is moved in place; a ``partial`` is replaced by a new one.
+        loss: a module is moved in place; a ``partial`` is replaced by a new one, whose arguments
+            are moved. ``nb.all_rows`` returns such a partial.
         device: this rank's.
     """
     import torch
 
-    if isinstance(loss, torch.nn.Module):
-        return loss.to(device)
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, (torch.Tensor, torch.nn.Module)) else value
+
     if isinstance(loss, functools.partial):
-        moved = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in loss.keywords.items()
-        }
-        return functools.partial(loss.func, *loss.args, **moved)
-    return loss
+        named = {name: moved(value) for name, value in loss.keywords.items()}
+        return functools.partial(moved(loss.func), *map(moved, loss.args), **named)
+    return cast("Loss", moved(loss))
 
 
 def not_a_loss(returned: str) -> FitError:

@@ -1,4 +1,4 @@
-"""Give each loss one form: the mean over a micro-batch, and the weight of this mean in its step.
+"""Reduce each loss to the mean over a micro-batch and the weight of this mean in its step.
 
 An optimizer step takes its samples in micro-batches, on each rank and each accumulation step. Its
 loss is the sum of ``mean * weight`` of the micro-batches over the sum of their weights. A weight is

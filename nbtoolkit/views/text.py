@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from nbtoolkit.config.validation import direction_of
+from nbtoolkit.run.failure import with_cells
 from nbtoolkit.run.paths import KIND_NAMES
 from nbtoolkit.run.serialization import one_line as exception_line
 from nbtoolkit.study.table import ENDED, SweepTable
@@ -93,10 +94,10 @@ def _left_to_do(state: State) -> str:
 def error_of(state: State) -> str:
     """Return the error of a failed run, or of the trials that failed; empty without."""
     if state.ended is not None and state.ended.error:
-        return state.ended.error
+        return with_cells(state.ended.error)
     if isinstance(state.table, SweepTable) and (count := state.table.count("failed")):
         failed = next(trial for trial in state.table.last(10**9) if trial.state == "failed")
-        reason = one_line(failed.reason or "no reason was given")
+        reason = with_cells(one_line(failed.reason or "no reason was given"))
         return f"{counted(count, 'trial')} failed, the last one is trial {failed.number}: {reason}"
     return ""
 

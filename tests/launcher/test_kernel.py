@@ -266,8 +266,9 @@ def test_an_error_about_the_ranks_calls_names_the_cells(shared: Notebook) -> Non
         return ctx.rank
     """).ok()
     number = shared.run("print(len(In) - 2)").ok().text.strip()
-    cell = shared.run("run(reports_alone, display='off')")
+    cell = shared.run("run(reports_alone, display='text')")
     assert cell.error == "ReportError"
+    assert f"ReportError: ctx.report at Cell In[{number}], line 3 was called" in cell.text
     shown = plain(cell.traceback)
     assert f"report at Cell In[{number}], line 3 was called on rank 0 only" in shown
     assert "ipykernel" not in shown

@@ -48,7 +48,15 @@ def test_anything_of_the_name_asks_to_stop(record: RunRecord, make: Callable[[Pa
     assert record.stop_requested() == ASKED
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.write_text('{"op": "pau')])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(os.mkfifo, id="a FIFO"),
+        pytest.param(lambda file: file.write_text('{"op": "pau'), id="cut"),
+        pytest.param(lambda file: file.write_text('{"op": "quit"}'), id="unknown"),
+        pytest.param(lambda file: file.write_text('{"op": "stop_trial", "n": "best"}'), id="type"),
+    ],
+)
 def test_what_is_no_command_is_named_and_the_next_one_followed(
     record: RunRecord, make: Callable[[Path], None]
 ) -> None:

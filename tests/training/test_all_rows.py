@@ -14,6 +14,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.loading.epoch_order import permutation
+from nbtoolkit.training.losses import on_device
 from nbtoolkit.worker.context import RunContext
 
 SETTINGS = {
@@ -218,3 +219,10 @@ def test_without_the_other_ranks_fit_asks_for_a_setting(tmp_path: Path) -> None:
     config = config_of(tmp_path).with_overrides({"train.gradient_accumulation_steps": 2})
     with pytest.raises(FitError, match=r"nb\.all_rows"):
         nb.launch(train, config, start="inline", display="off")
+
+
+def test_the_tensors_of_the_loss_inside_move_to_the_device() -> None:
+    """A module with buffers and no parameters; the meta device stands for a GPU."""
+    loss = nb.all_rows(nn.CrossEntropyLoss(weight=torch.ones(2)))
+    moved: Any = on_device(loss, torch.device("meta"))
+    assert moved.args[0].weight.is_meta
