@@ -17,6 +17,12 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
 
+EXTRAS = {
+    "metric_learning": "nbtoolkit.extras.metric_learning",
+    "wandb": "nbtoolkit.extras.wandb",
+}
+"""The folders that may be deleted. The core names them only here."""
+
 # scikit-learn sets these on import. A kernel that imports it between two launches keeps its
 # environment.
 _SET_BY_SCIKIT_LEARN = frozenset({("KMP_DUPLICATE_LIB_OK", "True"), ("KMP_INIT_AT_FORK", "FALSE")})

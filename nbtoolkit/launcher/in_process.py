@@ -130,9 +130,7 @@ class InProcessRecorder(RecordChannel):
             self.record.note(note, level="warning")
         if not choice.on:
             return None
-        service = TrackingProcess()
-        service.track(self._run.paths.folder)
-        return service
+        return TrackingProcess([self._run.paths.folder])
 
     def _end_tracking(self) -> None:
         """Wait for the tracking; its errors do not fail the run."""
@@ -140,10 +138,9 @@ class InProcessRecorder(RecordChannel):
             return
         try:
             self._tracking.wait(say=self._cell.say)
+            self._tracking.check(self._run.paths.folder)
         except (TrackingError, TimeoutError) as error:
             self._cell.say(f"warning: the run is not completely tracked: {error}")
-        finally:
-            self._tracking.close()
 
 
 # --- inline ---

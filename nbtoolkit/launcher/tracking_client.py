@@ -39,7 +39,7 @@ class TrackingClient:
 
     def alive(self) -> bool:
         """Return True unless its end of the connection is closed."""
-        self.line.drain()  # nobody needs the answers: tracking.json in the run's folder has them
+        self.line.drain()
         return not self.line.closed
 
     def close(self, stalled: float) -> None:

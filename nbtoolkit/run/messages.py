@@ -330,21 +330,11 @@ class ServerChanged(Message):
 class TrackRun(Message):
     """To the tracking service: follow a run's events; sent again: read them now.
 
-    ``environ``: the kernel's environment variables, such as MLflow's credentials; None: the service
-    started with them.
+    ``environ``: the kernel's environment variables, such as MLflow's credentials.
     """
 
     folder: str
-    output_dir: str | None = None
-    environ: dict[str, str] | None = None
-
-
-class RunTracked(Message):
-    """From the tracking service: the whole run is written, or could not be (``error``)."""
-
-    folder: str
-    mlflow_run_id: str | None = None
-    error: str = ""
+    environ: dict[str, str]
 
 
 _to_json = json.JSONEncoder(default=str).encode

@@ -9,10 +9,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from nbtoolkit.environment.installed import EXTRAS
 from nbtoolkit.errors import ConfigError
-
-EXTRAS = ("nbtoolkit.extras.metric_learning",)
-"""The modules with tasks that may be deleted. The core names them only here."""
 
 
 def find_task(name: str) -> Callable[..., object]:
@@ -84,7 +82,7 @@ def _import(path: str, name: str) -> ModuleType:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise  # the module exists, but not one that it imports
         do = "call from the folder with the module, or install its package"
-        if path in EXTRAS:
+        if path in EXTRAS.values():
             do = "install the whole of nbtoolkit: this copy is without its extras"
         raise ConfigError(
             f"task is {name!r}, and there is no module {error.name!r}",

@@ -1,6 +1,6 @@
 """Read a run's events and write them to MLflow, TensorBoard and W&B, outside the training.
 
-    events.jsonl -> Follower (follower.py) -> MLflowTracker, TensorBoardTracker, WandbTracker
+    events.jsonl -> Follower (follower.py) -> MLflowTracker, TensorBoardTracker, extras/wandb
                        |                       |
                  tracking.json            <output_dir>/mlflow.db, <run folder>/{tensorboard,wandb}
 

@@ -62,8 +62,8 @@ def _tracking_state(paths: RunPaths) -> tuple[bool, str]:
         written = paths.tracking.stat().st_mtime
     except FileNotFoundError:
         return False, ""
-    # The file of an earlier attempt has read fewer events, or is older than this attempt.
-    done = state.get("done") and state.get("read", 0) >= paths.events.stat().st_size
+    # The file of an earlier attempt has fewer events, or is older than this attempt.
+    done = state.get("done") and state.get("written", 0) >= paths.events.stat().st_size
     started = readable_first_event(paths)
     new = started is None or written >= started.t
     return bool(done), state.get("error", "") if new else ""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from nbtoolkit.environment.installed import EXTRAS
 from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import TrackingError
 from nbtoolkit.run.events import Event, EventReader, JobEvent, RunEnded, RunStarted, RunSubmitted
@@ -17,14 +20,13 @@ from nbtoolkit.tracking.tracker import (
     Point,
     Tracker,
     TrackerName,
-    TrackerState,
     choose_tracking,
     job_folder,
     points,
 )
 
-MakeTrackers = Callable[[RunStarted, bool, TrackerState], list[Tracker]]
-"""(the attempt's first event, whether all events follow, the kept state) -> the trackers."""
+Makers = Mapping[str, Callable[[], Tracker]]
+"""What makes each tracker, by its name."""
 
 _SHORT = 500  # characters of an error for which a block of 4 KB always has room
 
@@ -32,7 +34,10 @@ _BATCH = 1000  # events; tracking.json is written after each batch
 
 
 class Follower:
-    """Follows one run folder; ``tracking.json`` there has the position, for the next follower.
+    """Follows one run folder, from its first event.
+
+    ``tracking.json`` there says how much of the events is written. The next follower reads these,
+    and writes the others. Trackers that have lost the run get all of them again.
 
     The run's supervisor must hold its lock before the run is followed: a run whose lock is free has
     ended.
@@ -40,7 +45,7 @@ class Follower:
     Args:
         paths: the run.
         output_dir: the folder of the MLflow database; None: the run folder's parent.
-        make: makes the trackers; None: as the run's own configuration says.
+        make: the trackers for an attempt; None: as the run's own configuration says.
         owner: the run whose supervisor writes this one too; None: itself.
 
     Raises:
@@ -52,26 +57,23 @@ class Follower:
         paths: RunPaths,
         *,
         output_dir: Path | None = None,
-        make: MakeTrackers | None = None,
+        make: Callable[[RunStarted], Makers] | None = None,
         owner: RunPaths | None = None,
     ) -> None:
         self._paths, self._owner = paths, owner or paths
-        self._make = make or _make_by_config(paths, output_dir or paths.folder.absolute().parent)
-        self._lock = _lock_tracking(paths)
-        saved: dict[str, Any] = read_or_empty(paths.tracking)
-        self.state: TrackerState = saved.get("state", {})
-        """What the trackers keep."""
-        self._last_steps: dict[str, int] = saved.get("last_steps", {})
-        self._run_at: int = saved.get("run_at", 0)  # offset of the present attempt's first line
-        self._reader = EventReader(paths.events, saved.get("offset", 0))
-        self._trackers: list[Tracker] = []
-        self._time: float = saved.get("time", 0.0)  # of the event last read
-        self._ended = False
+        output_dir = output_dir or paths.folder.absolute().parent
+        self._make = make or partial(_trackers_of_config, paths, output_dir)
+        self._lock = lock_tracking(paths)
+        self._reader = EventReader(paths.events)
+        self._written, self._was_done = _saved_position(paths)
+        self._trackers: dict[str, Tracker] = {}
+        self._last_steps: dict[str, int] = {}
+        self._time = 0.0  # of the event last read
+        self._ended: RunEnded | None = None
+        self._closed = False
         self._jobs = _Jobs(paths.folder, self._follow_job)
-        if self._reader.offset:
-            self._resume()
-        else:
-            self._save(0)  # so that an error has a place even if the disk becomes full
+        if not self._written:
+            self._save()  # so that an error has a place even if the disk becomes full
 
     def poll(self) -> bool:
         """Write new events.
@@ -84,10 +86,12 @@ class Follower:
         owned = self._owner.owned()
         while batch := self._read():
             self._write(batch)
+        if self._ended is None and not owned:
+            self._ended = RunEnded(t=self._time, status="killed")
         jobs_done = self._jobs.poll()
-        if not self._ended and not owned:
-            self._close(RunEnded(t=self._time, status="killed"))
-        return self._ended and jobs_done
+        if self._ended is not None and not self._closed:
+            self._close(self._ended)
+        return self._closed and jobs_done
 
     def failed(self, error: str) -> None:
         """Write to the run's folder why it is not tracked."""
@@ -112,38 +116,12 @@ class Follower:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _resume(self) -> None:
-        """Open the trackers where the last follower stopped, or start over if their run is gone."""
-        run = first_event(self._paths, self._run_at)
-        if run is not None and self._open(run, fresh=False):
-            self._jobs.resume()
-        else:
-            self._start_over()
-
-    def _open(self, run: RunStarted, *, fresh: bool) -> bool:
-        """Open the trackers of an attempt; return whether each of them had written this run."""
-        self._trackers = self._make(run, fresh, self.state)
-        opened = [tracker.open(run) for tracker in self._trackers]
-        return all(opened)
-
-    def _start_over(self) -> None:
-        self._reader.offset = self._run_at = 0
-        self._last_steps.clear()
-
-    def _follow_job(self, paths: RunPaths) -> Follower:
-        def make(run: RunStarted, fresh: bool, state: TrackerState) -> list[Tracker]:
-            return [tracker.for_job(paths, fresh, state) for tracker in self._trackers]
-
-        return Follower(paths, make=make, owner=self._owner)
-
     def _read(self) -> list[tuple[int, Event]]:
-        """New events, each with the offset at which it begins."""
-        batch, begin = [], self._reader.offset
+        """New events, each with the offset at which it ends."""
+        batch = []
         for event in self._reader.read():
-            if type(event) is RunSubmitted:  # nothing is known yet that trackers show
-                continue
-            batch.append((begin, event))
-            begin = self._reader.offset
+            if type(event) is not RunSubmitted:  # nothing is known yet that trackers show
+                batch.append((self._reader.offset, event))
             if len(batch) == _BATCH:
                 break
         return batch
@@ -151,84 +129,116 @@ class Follower:
     def _write(self, batch: list[tuple[int, Event]]) -> None:
         numbers: list[Point] = []
         others: list[Event] = []
-        for begin, event in batch:
+        for end, event in batch:
             self._time = event.t
-            if isinstance(event, RunStarted | RunEnded):
+            if isinstance(event, RunStarted):
                 self._write_to_trackers(numbers, others)
                 numbers, others = [], []
-            if isinstance(event, RunStarted):
-                self._run_at, self._ended = begin, False
-                if not self._open(event, fresh=begin == 0) and begin:
+                if not self._open(event, end):
                     self._start_over()
                     return
             elif isinstance(event, RunEnded):
-                self._close(event, begin)
+                self._ended = event
             else:
-                numbers += points(event, self._last_steps)
-                others.append(event)
+                new = points(event, self._last_steps)
                 self._jobs.add(event)
+                if end > self._written:
+                    numbers += new
+                    others.append(event)
         self._write_to_trackers(numbers, others)
-        if not self._ended:
-            self._save(self._reader.offset)
+        if self._reader.offset > self._written:
+            self._written = self._reader.offset
+            self._save()
 
     def _write_to_trackers(self, numbers: list[Point], others: list[Event]) -> None:
-        for tracker in self._trackers:
-            tracker.write(numbers, others)
+        if numbers or others:
+            for tracker in self._trackers.values():
+                tracker.write(numbers, others)
 
-    def _close(self, ended: RunEnded, begin: int | None = None) -> None:
-        """Close the trackers, after those of the jobs.
+    def _open(self, run: RunStarted, end: int) -> bool:
+        """Open the trackers of an attempt.
 
-        The saved offset is before the last event: a replay closes again, in case this close is
-        interrupted.
+        Returns:
+            Whether each of them has what is counted as written.
         """
-        self._jobs.poll()
-        for tracker in self._trackers:
-            tracker.close(ended)
-        self._ended = True
-        self._save(self._reader.offset if begin is None else begin)
+        self._ended, self._closed = None, False
+        makers = self._make(run)
+        for name in set(self._trackers) - set(makers):  # the settings have changed
+            self._trackers.pop(name).close(RunEnded(t=run.t, status="killed"))
+        done = self._was_done and end <= self._written
+        complete = True
+        for name, make in makers.items():
+            fresh = name not in self._trackers and not self._written
+            if name not in self._trackers:
+                self._trackers[name] = make()
+            complete &= self._trackers[name].open(run, fresh=fresh, done=done)
+        return complete
 
-    def _save(self, offset: int) -> None:
+    def _start_over(self) -> None:
+        """Write all events again, from the first."""
+        self._written, self._was_done, self._reader.offset = 0, False, 0
+        self._last_steps.clear()
+        self._trackers.clear()
+        self._jobs.close()
+
+    def _follow_job(self, paths: RunPaths) -> Follower:
+        def make(run: RunStarted) -> Makers:
+            return {name: partial(made.for_job, paths) for name, made in self._trackers.items()}
+
+        return Follower(paths, make=make, owner=self._owner)
+
+    def _close(self, ended: RunEnded) -> None:
+        """Close the trackers, after those of the jobs."""
+        for tracker in self._trackers.values():
+            tracker.close(ended)
+        self._closed = True
+        self._save()
+
+    def _save(self) -> None:
         if not self._paths.folder.is_dir():
             return  # the user deleted the run
-        saved = {
-            "offset": offset,
-            "time": self._time,
-            "run_at": self._run_at,
-            "last_steps": self._last_steps,
-            "state": self.state,
-            "done": self._ended,
-            "read": self._reader.offset,
-        }
+        places = {name: tracker.place for name, tracker in self._trackers.items()}
+        saved = {"written": self._written, "done": self._closed, "places": places}
         write_json(self._paths.tracking, saved, durable=False)  # an older one serves as well
 
 
-def first_event(paths: RunPaths, offset: int = 0) -> RunStarted | None:
-    """The first event of an attempt, at ``offset`` in the run's events; None: there is none."""
-    events = EventReader(paths.events, offset).read()
+def first_event(paths: RunPaths) -> RunStarted | None:
+    """The first event of a run's first attempt; None: there is none."""
+    events = EventReader(paths.events).read()
     event = next((event for event in events if type(event) is not RunSubmitted), None)
     return event if isinstance(event, RunStarted) else None
 
 
-def _make_by_config(paths: RunPaths, output_dir: Path) -> MakeTrackers:
+def _saved_position(paths: RunPaths) -> tuple[int, bool]:
+    """How many bytes of the events are written, and whether these were all of a run that ended."""
+    saved: dict[str, Any] = read_or_empty(paths.tracking)
+    size = paths.events.stat().st_size if paths.events.exists() else 0
+    written = saved.get("written", 0)
+    if written > size:  # other events than those that were written
+        return 0, False
+    return written, bool(saved.get("done")) and written == size
+
+
+def _trackers_of_config(paths: RunPaths, output_dir: Path, run: RunStarted) -> Makers:
     """The trackers that a run's configuration asks for, of those that are installed."""
+    from nbtoolkit.tracking.mlflow_tracker import MLflowTracker
+    from nbtoolkit.tracking.tensorboard import TensorBoardTracker
 
-    def make(run: RunStarted, fresh: bool, state: TrackerState) -> list[Tracker]:
-        from nbtoolkit.tracking.mlflow_tracker import MLflowTracker
-        from nbtoolkit.tracking.tensorboard import TensorBoardTracker
-        from nbtoolkit.tracking.wandb_tracker import WandbTracker
-
-        makers: dict[TrackerName, Callable[[], Tracker]] = {
-            "mlflow": lambda: MLflowTracker(paths, output_dir, state),
-            "tensorboard": lambda: TensorBoardTracker(paths, fresh=fresh),
-            "wandb": lambda: WandbTracker(paths, state, fresh),
-        }
-        choice = choose_tracking(run.config.get("tracking", {}))
-        return [makers[name]() for name in choice.trackers]
-
-    return make
+    makers: dict[TrackerName, Callable[[], Tracker]] = {
+        "mlflow": partial(MLflowTracker, paths, output_dir),
+        "tensorboard": partial(TensorBoardTracker, paths),
+        "wandb": lambda: import_module(f"{EXTRAS['wandb']}.wandb_tracker").WandbTracker(paths),
+    }
+    choice = choose_tracking(run.config.get("tracking", {}))
+    return {name: makers[name] for name in choice.trackers}
 
 
-def _lock_tracking(paths: RunPaths) -> int:
+def lock_tracking(paths: RunPaths) -> int:
+    """Lock a run's folder for tracking; return the descriptor that holds the lock.
+
+    Raises:
+        TrackingError: the folder does not exist, or another process tracks it.
+    """
     try:
         fd = os.open(paths.tracking_lock, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
@@ -237,7 +247,7 @@ def _lock_tracking(paths: RunPaths) -> int:
         os.close(fd)
         raise TrackingError(
             f"{paths.folder} is being tracked by another process",
-            do="wait until it is done; tracking.json in the folder has its position",
+            do="wait until it is done; tracking.json in the folder says how much is written",
         )
     return fd
 
@@ -260,13 +270,6 @@ class _Jobs:
         running = isinstance(event, JobEvent) and event.state == "running"
         if running and (job := job_folder(event)) is not None:
             self._waiting[job] = None
-
-    def resume(self) -> None:
-        """Follow the jobs that an earlier follower of the sweep did not write to their end."""
-        past = EventReader(RunPaths(self._sweep).events).read()
-        for job in dict.fromkeys(job for event in past if (job := job_folder(event)) is not None):
-            if not read_or_empty(RunPaths(self._sweep / job).tracking).get("done"):
-                self._waiting[job] = None
 
     def poll(self) -> bool:
         """Write the jobs' new events.
@@ -292,3 +295,4 @@ class _Jobs:
         for follower in self._followers.values():
             follower.close()
         self._followers.clear()
+        self._waiting.clear()

@@ -24,11 +24,10 @@ from nbtoolkit.run.events import (
     TrialChanged,
 )
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.tracking.database import SWEEP_TAG, get_run, open_database
+from nbtoolkit.tracking.database import SWEEP_TAG, open_database
 from nbtoolkit.tracking.tracker import (
     Point,
     Tracker,
-    TrackerState,
     job_folder,
     job_values,
 )
@@ -67,32 +66,37 @@ class MLflowTracker:
     Args:
         paths: the run.
         output_dir: the folder of database and artifacts.
-        state: the caller keeps it between processes; gets the MLflow run's id.
     """
 
-    def __init__(self, paths: RunPaths, output_dir: Path, state: TrackerState) -> None:
-        self._paths, self._output_dir, self._state = paths, output_dir, state
+    def __init__(self, paths: RunPaths, output_dir: Path) -> None:
+        self._paths, self._output_dir = paths, output_dir
+        self._first: RunStarted | None = None  # it says where the MLflow run is made
         self._client: MlflowClient
         self._run_id = ""
         self._jobs: _JobRuns
 
-    def open(self, run: RunStarted) -> bool:
+    @property
+    def place(self) -> str:
+        """The MLflow run's id."""
+        return self._run_id
+
+    def open(self, run: RunStarted, *, fresh: bool, done: bool) -> bool:
         """Find or create the MLflow run; write parameters and tags.
 
         Raises:
             MissingExtra: MLflow is not installed.
             TrackingError: the store cannot be used.
         """
-        settings = run.config.get("tracking", {})
+        first = self._first = self._first or run
         self._client, experiment = open_database(
             self._output_dir,
-            uri=settings.get("uri"),
-            experiment=settings.get("experiment"),
-            parent=run.mlflow_parent,
+            uri=run.config.get("tracking", {}).get("uri"),
+            experiment=first.config.get("tracking", {}).get("experiment"),
+            parent=first.mlflow_parent,
         )
-        found = self._find(experiment)
+        found = _find_run(self._client, experiment, self._paths.run_id)
         mlflow_run = found or self._create(experiment, run)
-        self._run_id = self._state["mlflow_run_id"] = mlflow_run.info.run_id
+        self._run_id = mlflow_run.info.run_id
         self._jobs = _JobRuns(self._client, experiment, self._paths, self._run_id)
         ended = mlflow_run.info.end_time
         if ended is not None and _as_ms(run.t) > ended:  # a new attempt of a run that had ended
@@ -109,11 +113,11 @@ class MLflowTracker:
             if isinstance(event, JobEvent) and (folder := job_folder(event)) is not None:
                 self._jobs.write(folder, event)
 
-    def for_job(self, paths: RunPaths, fresh: bool, state: TrackerState) -> Tracker:
+    def for_job(self, paths: RunPaths) -> Tracker:
         """A tracker for the curves of a trial or a fold of this sweep."""
         folder = paths.folder.relative_to(self._paths.folder).as_posix()
         run_id = self._jobs.run_id_of(folder, time.time())
-        return _JobTracker(self._client, run_id, paths, state)
+        return _JobTracker(self._client, run_id, paths, new=run_id in self._jobs.created)
 
     def close(self, ended: RunEnded) -> None:
         """Write the artifacts and the run's status."""
@@ -123,13 +127,6 @@ class MLflowTracker:
         self._client.log_batch(self._run_id, tags=tags)
         status = _STATUS.get(ended.status, _ENDED_EARLY)
         self._client.set_terminated(self._run_id, status, end_time=_as_ms(ended.t))
-
-    def _find(self, experiment: str) -> Run | None:
-        """The run written before, by its saved id, else (after a crash) by its tag."""
-        run_id = self._state.get("mlflow_run_id")
-        if run_id and (run := get_run(self._client, run_id)) is not None:
-            return run if run.info.lifecycle_stage == "active" else None
-        return _find_run(self._client, experiment, self._paths.run_id)
 
     def _create(self, experiment: str, run: RunStarted) -> Run:
         name = self._paths.run_id
@@ -193,6 +190,8 @@ class _JobRuns:
         self._paths, self._run_id = paths, run_id
         self._run_ids: dict[str, str] = {}  # folder below the sweep's -> MLflow run
         self._status: dict[str, str] = {}  # MLflow run -> its status in the store
+        self.created: set[str] = set()
+        """MLflow runs that were not in the store."""
 
     def write(self, folder: str, event: JobEvent) -> None:
         """Write an event of a trial or a fold; writing it again changes nothing."""
@@ -239,9 +238,9 @@ class _JobRuns:
             _PARENT_TAG: self.run_id_of(posixpath.dirname(folder), started),
             "mlflow.source.type": "LOCAL",
         }
-        return self._client.create_run(
-            self._experiment, _as_ms(started), tags=tags, run_name=folder
-        )
+        run = self._client.create_run(self._experiment, _as_ms(started), tags=tags, run_name=folder)
+        self.created.add(run.info.run_id)
+        return run
 
     def _set_status(self, run_id: str, status: str, at: float) -> None:
         if status not in ("RUNNING", "SCHEDULED"):
@@ -265,30 +264,27 @@ class _JobTracker:
         client: the store.
         run_id: that run.
         paths: the job's folder.
-        state: the caller keeps it between processes.
+        new: the run was not in the store.
     """
 
-    def __init__(
-        self, client: MlflowClient, run_id: str, paths: RunPaths, state: TrackerState
-    ) -> None:
-        self._client, self._run_id, self._paths, self._state = client, run_id, paths, state
+    def __init__(self, client: MlflowClient, run_id: str, paths: RunPaths, *, new: bool) -> None:
+        self._client, self.place, self._paths, self._complete = client, run_id, paths, not new
 
-    def open(self, run: RunStarted) -> bool:
-        """Whether this very run was written before (else the store is a new one)."""
-        known = self._state.get("mlflow_run_id") == self._run_id
-        self._state["mlflow_run_id"] = self._run_id
-        return known
+    def open(self, run: RunStarted, *, fresh: bool, done: bool) -> bool:
+        """Whether the store has the run's earlier events."""
+        self._complete |= fresh
+        return self._complete
 
     def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
         """Write metrics."""
-        self._client.log_batch(self._run_id, metrics=_as_metrics(points))
+        self._client.log_batch(self.place, metrics=_as_metrics(points))
 
     def close(self, ended: RunEnded) -> None:
         """Write a failed job's logs as artifacts; those of others stay in its folder only."""
         if ended.status == "failed":
-            _log_rank_logs(self._client, self._run_id, self._paths)
+            _log_rank_logs(self._client, self.place, self._paths)
 
-    def for_job(self, paths: RunPaths, fresh: bool, state: TrackerState) -> Tracker:
+    def for_job(self, paths: RunPaths) -> Tracker:
         """A job has no jobs of its own."""
         return self
 

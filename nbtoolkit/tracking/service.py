@@ -1,11 +1,8 @@
-"""Run the tracking service, a process that follows runs and writes them to their trackers.
+"""Run the processes that follow runs and write them to their trackers.
 
-It receives TrackRun messages (see run/messages.py) over an inherited connection, and answers with
-RunTracked. The answers need not be read: ``tracking.json`` in the run's folder has the same
-(``done``, with ``read`` bytes of the events written; or ``error``).
-
-When the other end closes, it follows detached runs to their end, finishes runs that have ended, for
-at most 10 s, and exits; ``replay`` writes the rest.
+A kernel has one such process, which its fork server forks. Without a fork server, and for
+:func:`replay`, a process follows given runs to their end. ``tracking.json`` in a run's folder says
+what they have done (``done``, with ``written`` bytes of the events; or ``error``).
 """
 
 from __future__ import annotations
@@ -19,18 +16,19 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nbtoolkit.environment.grace import EXIT_GRACE, STALL_SECONDS
 from nbtoolkit.environment.resources import Activity, has_ended, wait_while_active
 from nbtoolkit.errors import MissingExtra, NbtoolkitError, TrackingError
-from nbtoolkit.run.messages import Message, RunTracked, TrackRun
-from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.messages import TrackRun
+from nbtoolkit.run.paths import RunPaths, read_or_empty
 from nbtoolkit.run.transport import Connection
 from nbtoolkit.tracking.database import import_client
-from nbtoolkit.tracking.follower import Follower, first_event
+from nbtoolkit.tracking.follower import Follower, first_event, lock_tracking
 from nbtoolkit.tracking.tracker import choose_tracking
 
 POLL = 0.5
@@ -63,73 +61,34 @@ _KERNEL_STATE = (
 _NOT_NEEDED = ("pandas", "pyarrow", "scipy")
 
 
-def run_service(descriptors: list[int]) -> None:
-    """Run the tracking service until the other end of its connection closes.
-
-    For a process of its own, forked or new: it changes the environment and ``sys.modules``.
-
-    Args:
-        descriptors: the last one is of the connection; the fork server gives its own first.
-    """
-    *others, connection = descriptors
-    for fd in others:
-        os.close(fd)
-    _set_environment(os.environ.copy())
-    for name in _NOT_NEEDED:
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type] # None: importing it fails
-    with contextlib.suppress(MissingExtra):  # maybe only TensorBoard is on; else the run reports it
-        import_client()  # now, while the training starts, rather than with its first event
-    gc.freeze()  # imported modules stay: the collector need not scan them again
-    Service(Connection.inherited(connection)).run()
-
-
-def _set_environment(kernel: Mapping[str, str]) -> None:
-    """Give this process the kernel's environment, with the credentials that it has now."""
-    state = {name: value for name, value in kernel.items() if name not in _KERNEL_STATE}
-    os.environ.clear()
-    os.environ.update({**state, **_OWN_VARIABLES})
-
-
 class Service:
     """Follows several runs in one thread, round robin."""
 
-    def __init__(self, kernel: Connection) -> None:
-        self._kernel = kernel
+    def __init__(self) -> None:
         self._followers: dict[str, Follower] = {}
 
-    def run(self) -> None:
-        """Serve until the other end closes, then finish."""
-        while not self._kernel.closed:
-            timeout = POLL if self._followers else None
-            if select.select([self._kernel], [], [], timeout)[0]:
-                for message in self._kernel.drain():
-                    self._receive(message)
-            self._poll()
-        until = time.monotonic() + EXIT_GRACE
-        while self._followers and time.monotonic() < until:
-            time.sleep(POLL)
-            self._poll()
-            if any(RunPaths(Path(folder)).owned() for folder in self._followers):
-                until = time.monotonic() + EXIT_GRACE
+    @property
+    def busy(self) -> bool:
+        """Whether a run is not written to its end."""
+        return bool(self._followers)
 
-    def _receive(self, message: Message) -> None:
-        if not isinstance(message, TrackRun):
-            return
-        if message.environ is not None:
-            _set_environment(message.environ)
-        if message.folder not in self._followers:
-            with self._reported_errors(message.folder):
-                output_dir = Path(message.output_dir) if message.output_dir else None
-                follower = Follower(RunPaths(Path(message.folder)), output_dir=output_dir)
-                self._followers[message.folder] = follower
+    @property
+    def live(self) -> bool:
+        """Whether one of the runs has not ended."""
+        return any(RunPaths(Path(folder)).owned() for folder in self._followers)
 
-    def _poll(self) -> None:
+    def follow(self, folder: str, output_dir: Path | None = None) -> None:
+        """Follow a run from the next poll on."""
+        if folder not in self._followers:
+            with self._reported_errors(folder):
+                self._followers[folder] = Follower(RunPaths(Path(folder)), output_dir=output_dir)
+
+    def poll(self) -> None:
+        """Write the new events of all runs, and release those that are written to their end."""
         for folder, follower in list(self._followers.items()):
             with self._reported_errors(folder):
                 if follower.poll():
-                    run_id = follower.state.get("mlflow_run_id")
                     self._remove(folder)
-                    self._kernel.send_nowait(RunTracked(folder=folder, mlflow_run_id=run_id))
 
     def _remove(self, folder: str) -> None:
         if follower := self._followers.pop(folder, None):
@@ -146,85 +105,145 @@ class Service:
             text = f"{type(error).__name__}: {error}".partition(_STATEMENT)[0][:_ERROR_LENGTH]
             if folder in self._followers:
                 self._followers[folder].failed(text)
-            self._remove(folder)
-            self._kernel.send_nowait(RunTracked(folder=folder, error=text))
+                self._remove(folder)
+            else:  # there is no folder, or it is another process's
+                print(text, file=sys.stderr)
+
+
+# --- the process that follows the runs of a kernel ---
+
+
+def run_service(descriptors: list[int]) -> None:
+    """Follow the runs that TrackRun messages name until the other end of the connection closes.
+
+    For a process of its own, forked by the fork server. It then follows detached runs to their end,
+    finishes runs that have ended, for at most 10 s, and exits; ``replay`` writes the rest.
+
+    Args:
+        descriptors: the last one is of the connection; the fork server gives its own first.
+    """
+    *others, connection = descriptors
+    for fd in others:
+        os.close(fd)
+    _prepare_process()
+    serve(Connection.inherited(connection))
+
+
+def serve(kernel: Connection) -> None:
+    """Serve until the other end closes, then finish."""
+    service = Service()
+    while not kernel.closed:
+        timeout = POLL if service.busy else None
+        if select.select([kernel], [], [], timeout)[0]:
+            for message in kernel.drain():
+                if isinstance(message, TrackRun):
+                    _set_environment(message.environ)
+                    service.follow(message.folder)
+        service.poll()
+    until = time.monotonic() + EXIT_GRACE
+    while service.busy and time.monotonic() < until:
+        time.sleep(POLL)
+        service.poll()
+        if service.live:
+            until = time.monotonic() + EXIT_GRACE
+
+
+def _prepare_process() -> None:
+    """Set what is for this process only, and import MLflow."""
+    _set_environment(os.environ.copy())
+    for name in _NOT_NEEDED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type] # None: importing it fails
+    with contextlib.suppress(MissingExtra):  # maybe only TensorBoard is on; else the run reports it
+        import_client()  # now, while the training starts, rather than with its first event
+    gc.freeze()  # imported modules stay: the collector need not scan them again
+
+
+def _set_environment(kernel: Mapping[str, str]) -> None:
+    """Give this process the kernel's environment, with the credentials that it has now."""
+    state = {name: value for name, value in kernel.items() if name not in _KERNEL_STATE}
+    os.environ.clear()
+    os.environ.update({**state, **_OWN_VARIABLES})
+
+
+# --- a process that follows some runs to their end ---
 
 
 class TrackingProcess:
-    """A tracking service in a new interpreter, where there is no fork server to fork it.
+    """Follows runs to their end, where there is no fork server, and exits.
 
-    A context manager: on exit the service finishes.
+    Args:
+        folders: of the runs.
+        output_dir: the folder of the MLflow database; None: the parent of each run's folder.
     """
 
-    def __init__(self) -> None:
-        self._line, other_end = Connection.pair()
-        fd = other_end.fileno()
+    def __init__(self, folders: Sequence[Path], output_dir: Path | None = None) -> None:
+        self._folders = folders
+        words = [str(output_dir or ""), *map(str, folders)]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, str(fd), json.dumps(sys.path)],
-            pass_fds=[fd],
+            [sys.executable, "-I", "-c", _START, json.dumps(sys.path), *words],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # the kernel's interrupts do not reach it
         )
-        other_end.close()
-
-    def track(self, folder: Path, output_dir: Path | None = None) -> None:
-        """Request that a run is followed to its end."""
-        path = str(output_dir) if output_dir else None
-        self._line.send(TrackRun(folder=str(folder), output_dir=path))
 
     def wait(
         self, *, stalled: float = STALL_SECONDS, say: Callable[[str], object] | None = None
-    ) -> str | None:
-        """Wait until the next run is written to its end.
+    ) -> None:
+        """Wait until it has written the runs, and has ended; kill it if it makes no progress.
 
         Args:
             stalled: seconds without any progress after which to give up.
             say: called with a line when it takes long; None: stderr.
 
-        Returns:
-            The id of its MLflow run; None when MLflow is off.
-
         Raises:
-            TrackingError: it could not be written, or the service died.
             TimeoutError: it made no progress.
         """
-        poller = select.poll()  # select() refuses descriptors above 1023
-        poller.register(self._line, select.POLLIN)
-        if not wait_while_active(
-            lambda seconds: poller.poll(seconds * 1000),
-            Activity(self._process.pid),
-            "tracking to write the run",
-            stalled=stalled,
-            say=say,
-        ):
+        ended, activity = partial(has_ended, self._process), Activity(self._process.pid)
+        what = "tracking to write the run"
+        if not wait_while_active(ended, activity, what, stalled=stalled, say=say):
+            self._process.kill()
+            self._process.wait()
             raise TimeoutError(
-                f"the tracking service (process {self._process.pid}) has not written it in time; "
+                f"the tracking process {self._process.pid} made no progress for {stalled:g} s; "
                 "nbtoolkit.tracking.replay(folder) writes the rest"
             )
-        answer = self._line.receive()
-        if not isinstance(answer, RunTracked):
-            raise TrackingError(f"the tracking process died (exit code {self._process.wait()})")
-        if answer.error:
+
+    def check(self, folder: Path) -> str | None:
+        """Return the id of a run's MLflow run, after :meth:`wait`; None when MLflow is off.
+
+        Raises:
+            TrackingError: the run could not be written, or the process died.
+        """
+        saved: dict[str, Any] = read_or_empty(RunPaths(folder).tracking)
+        if error := saved.get("error"):
             raise TrackingError(
-                f"tracking {answer.folder} failed: {answer.error}",
+                f"tracking {folder} failed: {error}",
                 do="the run itself is complete; write it later with "
                 "nbtoolkit.tracking.replay(folder)",
             )
-        return answer.mlflow_run_id
+        if not saved.get("done"):
+            raise TrackingError(f"the tracking process died (exit code {self._process.wait()})")
+        place: str | None = saved["places"].get("mlflow")
+        return place
 
-    def close(self, stalled: float = STALL_SECONDS) -> None:
-        """Wait until it finishes and exits; kill it after ``stalled`` seconds without progress."""
-        self._line.close()
-        ended, activity = partial(has_ended, self._process), Activity(self._process.pid)
-        if not wait_while_active(ended, activity, "tracking to finish", stalled=stalled):
-            self._process.kill()
-            self._process.wait()
 
-    def __enter__(self) -> TrackingProcess:
-        return self
+def follow_to_end(output_dir: str, folders: Sequence[str]) -> None:
+    """Follow runs until each is written to its end, or cannot be; the main of TrackingProcess."""
+    _prepare_process()
+    service = Service()
+    for folder in folders:
+        service.follow(folder, Path(output_dir) if output_dir else None)
+    service.poll()
+    while service.busy:
+        time.sleep(POLL)
+        service.poll()
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+
+_START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from nbtoolkit.tracking.service import follow_to_end
+follow_to_end(sys.argv[2], sys.argv[3:])
+"""
 
 
 def replay(
@@ -243,7 +262,8 @@ def replay(
         The id of its MLflow run; None when MLflow is off in the run's configuration.
 
     Raises:
-        TrackingError: there is no run in the folder, or it could not be written.
+        TrackingError: there is no run in the folder, another process tracks it, or it could not be
+            written.
         MissingExtra: a tracker in the run's configuration is not installed.
     """
     paths = RunPaths(Path(folder).absolute())
@@ -256,9 +276,10 @@ def replay(
     choice = choose_tracking(run.config.get("tracking", {}))
     if choice.notes:
         raise MissingExtra("\n".join(choice.notes))
-    with TrackingProcess() as service:
-        service.track(paths.folder, Path(output_dir).absolute() if output_dir else None)
-        return service.wait()
+    os.close(lock_tracking(paths))  # an error of the process itself would be in its output only
+    process = TrackingProcess([paths.folder], Path(output_dir).absolute() if output_dir else None)
+    process.wait()
+    return process.check(paths.folder)
 
 
 def replay_all(folder: Path, runs: Iterable[str]) -> dict[str, str | None]:
@@ -274,32 +295,29 @@ def replay_all(folder: Path, runs: Iterable[str]) -> dict[str, str | None]:
         Run -> why it could not be written; None: it was. Runs without MLflow are left out.
     """
     done: dict[str, str | None] = {}
-    with contextlib.ExitStack() as open_service:
-        service: TrackingProcess | None = None
-        for run in runs:
-            first = first_event(RunPaths(folder / run))
-            if first is None or not first.config:
-                continue
-            settings = first.config.get("tracking", {})
-            if not settings.get("mlflow", True) or settings.get("uri"):
-                continue
-            choice = choose_tracking(settings)
-            if choice.notes:
-                done[run] = "\n".join(choice.notes)
-                continue
-            service = service or open_service.enter_context(TrackingProcess())
-            try:
-                service.track((folder / run).absolute())
-                service.wait()
-                done[run] = None
-            except (NbtoolkitError, OSError) as error:  # TimeoutError is an OSError
-                done[run] = str(error)
+    written = []
+    for run in runs:
+        first = first_event(RunPaths(folder / run))
+        if first is None or not first.config:
+            continue
+        settings = first.config.get("tracking", {})
+        if not settings.get("mlflow", True) or settings.get("uri"):
+            continue
+        if notes := choose_tracking(settings).notes:
+            done[run] = "\n".join(notes)
+        else:
+            written.append(run)
+    if not written:
+        return done
+    process = TrackingProcess([(folder / run).absolute() for run in written])
+    try:
+        process.wait()
+    except TimeoutError as error:
+        return {**done, **dict.fromkeys(written, str(error))}
+    for run in written:
+        try:
+            process.check(folder / run)
+            done[run] = None
+        except TrackingError as error:
+            done[run] = str(error)
     return done
-
-
-_START = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[2])
-from nbtoolkit.tracking.service import run_service
-run_service([int(sys.argv[1])])
-"""

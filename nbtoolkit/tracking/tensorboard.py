@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from nbtoolkit.errors import MissingExtra
 from nbtoolkit.run.events import Event, RunEnded, RunStarted
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.tracking.tracker import Point, TrackerState
+from nbtoolkit.tracking.tracker import Point
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -27,16 +27,16 @@ class TensorBoardTracker:
 
     Args:
         paths: the run.
-        fresh: the events come from the first; the folder is written again.
     """
 
-    def __init__(self, paths: RunPaths, *, fresh: bool) -> None:
-        self._folder, self._fresh = tensorboard_folder(paths), fresh
+    def __init__(self, paths: RunPaths) -> None:
+        self._folder = tensorboard_folder(paths)
+        self.place = str(self._folder)
         self._opened: SummaryWriter | None = None
 
-    def open(self, run: RunStarted) -> bool:
+    def open(self, run: RunStarted, *, fresh: bool, done: bool) -> bool:
         """Start the folder, or continue it."""
-        if self._fresh:
+        if fresh:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._write_text(run)
         return self._folder.is_dir()
@@ -55,9 +55,9 @@ class TensorBoardTracker:
             self._opened.close()
             self._opened = None
 
-    def for_job(self, paths: RunPaths, fresh: bool, state: TrackerState) -> TensorBoardTracker:
+    def for_job(self, paths: RunPaths) -> TensorBoardTracker:
         """Write the curves of a trial or a fold in its own folder."""
-        return TensorBoardTracker(paths, fresh=fresh)
+        return TensorBoardTracker(paths)
 
     def _writer(self) -> SummaryWriter:
         """A new event file at the first write (TensorBoard draws all files of a folder as one)."""

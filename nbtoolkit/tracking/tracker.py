@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
-from typing import Literal, Protocol, TypedDict, get_args
+from typing import Literal, Protocol, get_args
 
+from nbtoolkit.environment.installed import EXTRAS
 from nbtoolkit.run import events
 from nbtoolkit.run.events import Event, Reading, RunEnded, RunStarted
 from nbtoolkit.run.paths import RunPaths
@@ -24,16 +25,6 @@ class Point:
     """Unix seconds of its event: a replay writes the same point."""
 
 
-class TrackerState(TypedDict, total=False):
-    """What trackers keep between processes, in ``tracking.json``."""
-
-    mlflow_run_id: str
-    wandb: str
-    """Folder of the offline files, or the address, of the W&B run."""
-    wandb_written: float
-    """Time of the first event of the last attempt that is written to its end."""
-
-
 class Tracker(Protocol):
     """Writes one run. One thread calls it, in the order of the run's events.
 
@@ -41,14 +32,21 @@ class Tracker(Protocol):
     change nothing.
     """
 
-    def open(self, run: RunStarted) -> bool:
+    @property
+    def place(self) -> str:
+        """Where people find the run: its id, folder or address. Set by :meth:`open`."""
+
+    def open(self, run: RunStarted, *, fresh: bool, done: bool) -> bool:
         """Begin an attempt.
 
         Args:
             run: the attempt's first event.
+            fresh: nothing is written yet; all events follow, from the first.
+            done: all events were written, to the end of the run; nothing follows.
 
         Returns:
-            Whether the run was written before. False: all events are needed, from the first.
+            Whether the events before this one, which do not come again, are there. False: all of
+            them are needed, from the first.
         """
 
     def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
@@ -57,13 +55,11 @@ class Tracker(Protocol):
     def close(self, ended: RunEnded) -> None:
         """Finish the attempt, by its last event."""
 
-    def for_job(self, paths: RunPaths, fresh: bool, state: TrackerState) -> Tracker:
+    def for_job(self, paths: RunPaths) -> Tracker:
         """Make a tracker for the curves of a job: a trial or a fold, in a folder below the run's.
 
         Args:
             paths: the job's folder.
-            fresh: its events come from the first.
-            state: the caller keeps it between processes.
         """
 
 
@@ -158,7 +154,10 @@ class TrackingChoice:
 
 
 def _installed(module: str) -> bool:
-    spec = find_spec(module)  # looks for the files; imports nothing
+    try:
+        spec = find_spec(module)  # looks for the files; imports a parent package only
+    except ModuleNotFoundError:  # which is not there
+        return False
     return spec is not None and spec.has_location  # a mere folder of that name has no location
 
 
@@ -195,5 +194,6 @@ def choose_tracking(
 
 def _needed_modules(name: str, settings: Mapping[str, object]) -> tuple[str, ...]:
     uri = settings.get("uri") or "sqlite:"
-    sqlite = name == "mlflow" and str(uri).startswith("sqlite:")
-    return (name, *_FOR_SQLITE) if sqlite else (name,)
+    if name == "mlflow" and str(uri).startswith("sqlite:"):
+        return (name, *_FOR_SQLITE)
+    return (name, EXTRAS[name]) if name in EXTRAS else (name,)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import nbtoolkit
-from nbtoolkit.tasks.find import EXTRAS
+from nbtoolkit.environment.installed import EXTRAS
 
 PACKAGE = Path(nbtoolkit.__file__).parent
 
@@ -188,9 +188,10 @@ def test_no_station_loads_a_later_one(number: int) -> None:
 def test_the_core_names_the_extras_in_one_table() -> None:
     """So that their folder can be deleted."""
     core = {name: path for name, path in MODULES.items() if not name.startswith("extras")}
-    assert [name for name in core if "nbtoolkit.extras" in core[name].read_text()] == ["tasks.find"]
+    named = [name for name in core if "nbtoolkit.extras" in core[name].read_text()]
+    assert named == ["environment.installed"]
     folders = {path.parent.name for path in (PACKAGE / "extras").glob("*/__init__.py")}
-    assert {f"nbtoolkit.extras.{folder}" for folder in folders} == set(EXTRAS)
+    assert {f"nbtoolkit.extras.{folder}" for folder in folders} == set(EXTRAS.values())
 
 
 def test_no_module_needs_itself_in_a_circle() -> None:

@@ -16,7 +16,7 @@ from nbtoolkit.run.events import (
     RunEnded,
     RunStarted,
 )
-from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.paths import RunPaths, read_json
 from nbtoolkit.tracking.database import database_uri
 from nbtoolkit.tracking.follower import Follower
 
@@ -99,4 +99,5 @@ def follow(paths: RunPaths, output_dir: Path | None = None) -> str | None:
     with Follower(paths, output_dir=output_dir) as follower:
         while not follower.poll():
             time.sleep(0.05)
-        return follower.state.get("mlflow_run_id")
+    saved: Any = read_json(paths.tracking)
+    return saved["places"].get("mlflow")

@@ -28,13 +28,13 @@ from nbtoolkit.run.events import (
     NoteAdded,
     RunStarted,
 )
-from nbtoolkit.run.messages import RunTracked, TrackRun
+from nbtoolkit.run.messages import TrackRun
 from nbtoolkit.run.paths import RunPaths, read_json
 from nbtoolkit.run.transport import Connection
 from nbtoolkit.tracking.catch_up import wait_for_tracking
 from nbtoolkit.tracking.database import open_database, tracking_table
 from nbtoolkit.tracking.follower import Follower
-from nbtoolkit.tracking.service import Service, TrackingProcess, replay
+from nbtoolkit.tracking.service import TrackingProcess, replay
 from nbtoolkit.tracking.tracker import Point, choose_tracking, points
 
 # MLflow 3.17 uses a loader that SQLAlchemy 2.1 means to drop; nothing we could do about it.
@@ -136,25 +136,32 @@ def test_a_value_without_a_step_follows_its_curves_last_step() -> None:
     assert steps == [("a", 5), ("a", 6), ("a", 9), ("a", 10), ("b", 0)]
 
 
+class Known:
+    """A tracker that has, or has not, what was written of a run before."""
+
+    place = "nowhere"
+
+    def __init__(self, known: bool) -> None:
+        self._known, self.opened, self.points = known, 0, 0
+
+    def open(self, run: RunStarted, *, fresh: bool, done: bool) -> bool:
+        self.opened += 1
+        self._known |= fresh
+        return self._known
+
+    def write(self, points: Any, events: Any) -> None:
+        self.points += len(points)
+
+    def close(self, ended: Any) -> None: ...
+
+
 def test_each_tracker_is_opened_and_one_that_lost_the_run_makes_all_start_over(
     tmp_path: Path,
 ) -> None:
-    class Known:
-        def __init__(self, known: bool) -> None:
-            self._known, self.opened, self.points = known, 0, 0
-
-        def open(self, run: RunStarted) -> bool:
-            self.opened += 1
-            return self._known
-
-        def write(self, points: Any, events: Any) -> None:
-            self.points += len(points)
-
-        def close(self, ended: Any) -> None: ...
-
     def written(*known: bool) -> list[Any]:
         trackers: list[Any] = [Known(one) for one in known]
-        with Follower(paths, make=lambda run, fresh, state: trackers) as follower:
+        makers = {str(number): lambda one=one: one for number, one in enumerate(trackers)}
+        with Follower(paths, make=lambda run: makers) as follower:
             assert follower.poll()
         assert all(tracker.opened for tracker in trackers)
         return [tracker.points for tracker in trackers]
@@ -282,9 +289,10 @@ def test_a_cut_off_tracking_is_gone_on_with_and_a_replay_changes_nothing(outputs
     run.train(range(5))
     with Follower(run.paths) as first:  # then it is cut off
         assert not first.poll()
+    (found,) = all_runs(outputs)
+    run_id = found.info.run_id
     run.train(range(5, 9))
     run.end()
-    run_id = first.state["mlflow_run_id"]
     assert follow(run.paths) == run_id
     once = contents(outputs)
     assert follow(run.paths) == run_id
@@ -310,7 +318,7 @@ def test_a_replay_after_the_database_was_lost_writes_it_anew(tmp_path: Path) -> 
     (found,) = all_runs(tmp_path / "second")
     assert found.info.run_id == run_id
     assert len(client_of(tmp_path / "second").get_metric_history(run_id, "loss")) == 5
-    assert read_json(paths.tracking)["state"]["mlflow_run_id"] == run_id
+    assert read_json(paths.tracking)["places"] == {"mlflow": run_id}
 
 
 def test_a_dead_owner_means_killed_and_a_new_attempt_goes_on_in_the_same_run(
@@ -343,6 +351,23 @@ def test_a_dead_owner_means_killed_and_a_new_attempt_goes_on_in_the_same_run(
     assert len(client_of(tmp_path).get_metric_history(run_id, "loss")) == 6
 
 
+def test_a_later_attempt_may_have_other_trackers(outputs: Path) -> None:
+    run = Run.new(outputs)
+    run.begin()
+    run.train(range(3))
+    run.end("stopped")
+    follow(run.paths)
+    resumed = Run(run.paths)
+    resumed.begin(attempt=2, tracking={"mlflow": False, "tensorboard": True})
+    resumed.train(range(3, 5))
+    resumed.end()
+    follow(resumed.paths)
+    (found,) = all_runs(outputs)
+    losses = client_of(outputs).get_metric_history(found.info.run_id, "loss")
+    assert [m.step for m in losses] == [0, 1, 2]
+    assert [step for step, _ in scalars(run.paths.folder / "tensorboard")] == [3, 4]
+
+
 def test_only_one_process_follows_a_folder(tmp_path: Path) -> None:
     paths = whole_run(tmp_path)
     with (
@@ -350,6 +375,11 @@ def test_only_one_process_follows_a_folder(tmp_path: Path) -> None:
         pytest.raises(TrackingError, match="is being tracked by another process"),
     ):
         Follower(paths, make=_null)
+    with (
+        Follower(paths, make=_null),
+        pytest.raises(TrackingError, match="is being tracked by another process"),
+    ):
+        replay(paths.folder)
 
 
 def test_a_folder_that_is_not_there() -> None:
@@ -357,8 +387,8 @@ def test_a_folder_that_is_not_there() -> None:
         Follower(RunPaths(Path("/nonexistent")))
 
 
-def _null(run: Any, fresh: bool, state: Any) -> list[Any]:
-    return []
+def _null(run: RunStarted) -> dict[str, Any]:
+    return {}
 
 
 def test_tracking_off_writes_no_database(tmp_path: Path) -> None:
@@ -523,64 +553,84 @@ def test_a_deleted_experiment_is_not_written_to(outputs: Path) -> None:
 # --- the service ------------------------------------------------------------------------------
 
 
+SERVICE = """
+import sys
+from nbtoolkit.tracking.service import run_service
+run_service([int(sys.argv[1])])
+"""
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Connection]:
+    """A tracking service, by the kernel's end of its connection."""
+    kernel, other_end = Connection.pair()
+    fd = other_end.fileno()
+    process = subprocess.Popen([sys.executable, "-c", SERVICE, str(fd)], pass_fds=[fd])
+    other_end.close()
+    try:
+        yield kernel
+    finally:
+        kernel.close()
+        assert process.wait() == 0
+
+
+def request(folder: Path) -> TrackRun:
+    return TrackRun(folder=str(folder), environ=dict(os.environ))
+
+
 @pytest.mark.long
-def test_the_service_follows_two_live_runs_and_tells_of_a_third_that_fails(
+def test_a_process_follows_two_live_runs_and_tells_of_a_third_that_fails(
     outputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_RUN_ID", "0" * 32)  # left behind by a fluent call in the kernel
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     first, second = Run.new(outputs), Run.new(outputs)
-    with TrackingProcess() as service:
-        for run in (first, second):
-            run.begin()
-            service.track(run.paths.folder)
-        service.track(outputs / "nothing")
-        with pytest.raises(TrackingError, match="there is no run folder"):
-            service.wait()
-        second.train(range(3))
-        second.end()
-        first.train(range(3))
-        ids = [service.wait()]
-        first.end()
-        ids.append(service.wait())
-    found = {run.info.run_id: run for run in all_runs(outputs)}
-    assert sorted(found) == sorted(map(str, ids))
-    names = [found[str(run_id)].info.run_name for run_id in ids]
-    assert names == [second.paths.run_id, first.paths.run_id]
+    folders = [first.paths.folder, second.paths.folder]
+    for run in (first, second):
+        run.begin()
+    process = TrackingProcess([*folders, outputs / "nothing"])
+    for run in (second, first):
+        run.train(range(3))
+        run.end()
+    process.wait()
+    with pytest.raises(TrackingError, match="the tracking process died"):
+        process.check(outputs / "nothing")
+    ids = {folder.name: process.check(folder) for folder in folders}
+    assert ids == {run.info.run_name: run.info.run_id for run in all_runs(outputs)}
 
 
-def test_the_service_needs_no_reader_of_its_answers_and_keeps_an_error_with_its_run(
-    outputs: Path,
+def test_the_service_keeps_an_error_with_its_run(
+    outputs: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     broken = Run.new(outputs)
     broken.begin(tracking={"mlflow": True, "uri": "sqlite:///../broken/mlflow.db"})
     broken.end()
     (outputs.parent / "broken").mkdir()
     (outputs.parent / "broken/mlflow.db").write_text("not a database, but long enough")
-    with TrackingProcess() as service:
-        for number in range(1000):  # more answers than a socket holds
-            service.track(outputs / f"nothing{number}")
-        service.track(broken.paths.folder)
-        paths = whole_run(outputs)
-        service.track(paths.folder)
+    paths = whole_run(outputs)
+    with serving() as kernel:
+        kernel.send(request(outputs / "nothing"))
+        kernel.send(request(broken.paths.folder))
+        kernel.send(request(paths.folder))
     assert [run.info.run_name for run in all_runs(outputs)] == [paths.run_id]
     state = read_json(paths.tracking)
     assert state["done"]
-    assert state["read"] == paths.events.stat().st_size
+    assert state["written"] == paths.events.stat().st_size
     state = read_json(broken.paths.tracking)
     assert not state["done"]
     assert "is not an SQLite database" in state["error"]
+    assert "there is no run folder" in capfd.readouterr().err
 
 
 @pytest.mark.long
-def test_the_service_finishes_what_has_ended_when_the_other_end_is_gone(tmp_path: Path) -> None:
-    run = Run.new(tmp_path)
+def test_the_service_finishes_what_has_ended_when_the_other_end_is_gone(outputs: Path) -> None:
+    run = Run.new(outputs)
     run.begin()
-    with TrackingProcess() as service:
-        service.track(run.paths.folder)
+    with serving() as kernel:
+        kernel.send(request(run.paths.folder))
         run.train(range(3))
         run.end()
-    (found,) = all_runs(tmp_path)
+    (found,) = all_runs(outputs)
     assert found.info.status == "FINISHED"
 
 
@@ -651,29 +701,16 @@ def test_a_launch_waits_for_tracking_that_is_slow_and_tells_of_one_that_fails(
     shutdown()
 
 
-def test_a_service_that_does_nothing_is_given_up(outputs: Path) -> None:
-    with TrackingProcess() as service:
-        service.track(whole_run(outputs).folder)
-        service.wait(stalled=1.0)  # it takes longer, and works
+def test_a_process_that_does_nothing_is_given_up(outputs: Path) -> None:
+    process = TrackingProcess([whole_run(outputs).folder])
+    process.wait(stalled=1.0)  # it takes longer, and works
     before = psutil.Process().children()  # a fork server of an earlier test, say
-    service = TrackingProcess()
-    (process,) = [one for one in psutil.Process().children() if one not in before]
-    process.suspend()
-    with pytest.raises(TimeoutError, match=r"has not written it in time; .*replay\(folder\)"):
-        service.wait(stalled=1.0)
-    service.close(stalled=1.0)
-    assert not process.is_running()
-
-
-def test_a_request_behind_an_answer_that_nobody_read_is_not_lost(outputs: Path) -> None:
-    paths = whole_run(outputs)
-    kernel, service = Connection.pair()
-    service.send(RunTracked(folder="an earlier run"))
-    kernel.send(TrackRun(folder=str(paths.folder)))
-    kernel.close()  # with the answer unread: the service sees a reset, then the request, the end
-    Service(service).run()
-    service.close()
-    assert read_json(paths.tracking)["done"]
+    process = TrackingProcess([whole_run(outputs).folder])
+    (child,) = [one for one in psutil.Process().children() if one not in before]
+    child.suspend()
+    with pytest.raises(TimeoutError, match=r"made no progress for 1 s; .*replay\(folder\)"):
+        process.wait(stalled=1.0)
+    assert not child.is_running()
 
 
 @pytest.mark.long

@@ -1,0 +1,1 @@
+"""Runs in Weights & Biases: ``tracking.wandb: true`` (docs/sweep/tracking.md)."""
