@@ -10,6 +10,7 @@ share        processor time of the tracking process, per second, while a run log
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -19,15 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
 from nbtoolkit.run.events import EventLog, MetricsLogged, RunEnded, RunStarted
-from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.tracking.service import TrackingProcess
+from nbtoolkit.run.messages import TrackRun
+from nbtoolkit.run.paths import RunPaths, read_or_empty
+from nbtoolkit.run.transport import Connection
 
 STEPS = 200
 
@@ -61,15 +63,46 @@ def whole_run(output_dir: Path) -> Path:
     return paths.folder
 
 
+SERVICE = """
+import sys
+from nbtoolkit.tracking.service import run_service
+run_service([int(sys.argv[1])])
+"""
+
+
+@contextlib.contextmanager
+def tracking_service() -> Iterator[tuple[Connection, psutil.Process]]:
+    """A tracking service, as the fork server starts it: the kernel's end, and its process."""
+    kernel, other_end = Connection.pair()
+    fd = other_end.fileno()
+    process = subprocess.Popen([sys.executable, "-c", SERVICE, str(fd)], pass_fds=[fd])
+    other_end.close()
+    try:
+        yield kernel, psutil.Process(process.pid)
+    finally:
+        kernel.close()
+        process.wait()
+
+
+def track(kernel: Connection, folder: Path) -> None:
+    kernel.send(TrackRun(folder=str(folder), environ=dict(os.environ)))
+
+
+def written(folder: Path) -> None:
+    """Wait until a run is written to its end."""
+    while not read_or_empty(RunPaths(folder).tracking).get("done"):
+        time.sleep(0.005)
+
+
 def in_fresh_process(output_dir: Path) -> dict[str, float]:
     """The two first runs of a tracking process."""
     folders = [whole_run(output_dir), whole_run(output_dir)]
     begun = time.perf_counter()
-    with TrackingProcess() as service:
+    with tracking_service() as (kernel, _):
         times = [begun]
         for folder in folders:
-            service.track(folder)
-            service.wait()
+            track(kernel, folder)
+            written(folder)
             times.append(time.perf_counter())
     return {"first": times[1] - times[0], "warm": times[2] - times[1]}
 
@@ -85,14 +118,14 @@ def stock(output_dir: Path) -> float:
 
 def share(output_dir: Path, seconds: float = 5.0) -> float:
     """Of one core, with an event every 20 ms."""
-    with TrackingProcess() as service:
-        service.track(whole_run(output_dir))
-        service.wait()
+    with tracking_service() as (kernel, process):
+        first = whole_run(output_dir)
+        track(kernel, first)
+        written(first)
         paths, log = begin(output_dir)
         lock = os.open(paths.lock, os.O_RDWR | os.O_CREAT)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        service.track(paths.folder)
-        (process,) = psutil.Process().children()
+        track(kernel, paths.folder)
         before, until, step = sum(process.cpu_times()[:2]), time.perf_counter() + seconds, 0
         while time.perf_counter() < until:
             log.write(MetricsLogged(values={"loss": 0.5, "lr": 0.001}, step=step))
@@ -102,7 +135,7 @@ def share(output_dir: Path, seconds: float = 5.0) -> float:
         log.write(RunEnded(status="completed", seconds=seconds))
         log.close()
         os.close(lock)
-        service.wait()
+        written(paths.folder)
     return used / seconds
 
 
