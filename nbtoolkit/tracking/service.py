@@ -220,8 +220,8 @@ class TrackingProcess:
                 do="the run itself is complete; write it later with "
                 "nbtoolkit.tracking.replay(folder)",
             )
-        if not saved.get("done"):
-            raise TrackingError(f"the tracking process died (exit code {self._process.wait()})")
+        if self._process.returncode or not saved.get("done"):
+            raise TrackingError(f"the tracking process died (exit code {self._process.poll()})")
         place: str | None = saved["places"].get("mlflow")
         return place
 

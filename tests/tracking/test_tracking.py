@@ -794,3 +794,17 @@ def test_an_error_does_not_repeat_the_batch_that_was_not_written(
         replay(run.folder)
     assert "INSERT INTO" not in str(caught.value)
     assert "INSERT INTO" in capfd.readouterr().err  # in full where the service writes
+
+
+def test_a_process_that_dies_is_no_success_because_an_earlier_one_wrote_the_run(
+    outputs: Path,
+) -> None:
+    paths = whole_run(outputs)
+    follow(paths)
+    process = TrackingProcess([paths.folder])
+    for child in psutil.Process().children():
+        if "follow_to_end" in " ".join(child.cmdline()):
+            child.kill()
+    process.wait()
+    with pytest.raises(TrackingError, match=r"the tracking process died \(exit code -9\)"):
+        process.check(paths.folder)
