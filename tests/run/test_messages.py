@@ -28,7 +28,7 @@ VALUES: dict[Any, tuple[Any, ...]] = {
     list[int]: ([], [1, 2]),
     dict[str, float]: ({}, {"type": 0.5, "loss": 1.0}),
     dict[str, int]: ({}, {"0": -9}),
-    dict[str, str] | None: (None, {"PATH": "/bin"}),
+    dict[str, str]: ({}, {"PATH": "/bin"}),
     list[list[float]] | None: (None, [[0.5], []]),
 }
 
