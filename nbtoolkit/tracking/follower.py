@@ -141,7 +141,7 @@ class Follower:
                 self._ended = event
             else:
                 new = points(event, self._last_steps)
-                self._jobs.add(event)
+                self._jobs.add(event, written=end <= self._written)
                 if end > self._written:
                     numbers += new
                     others.append(event)
@@ -161,10 +161,11 @@ class Follower:
         Returns:
             Whether each of them has what is counted as written.
         """
+        ended = self._ended or RunEnded(t=run.t, status="killed")
         self._ended, self._closed = None, False
         makers = self._make(run)
         for name in set(self._trackers) - set(makers):  # the settings have changed
-            self._trackers.pop(name).close(RunEnded(t=run.t, status="killed"))
+            self._trackers.pop(name).close(ended)
         done = self._was_done and end <= self._written
         complete = True
         for name, make in makers.items():
@@ -265,10 +266,18 @@ class _Jobs:
         self._waiting: dict[str, None] = {}  # folders without events yet, in order
         self._followers: dict[str, Follower] = {}
 
-    def add(self, event: Event) -> None:
-        """Follow the job that an event of the sweep reports as running."""
+    def add(self, event: Event, *, written: bool) -> None:
+        """Follow the job that an event of the sweep reports as running.
+
+        Args:
+            event: any event of the sweep.
+            written: the trackers have it; then they have the jobs that were written to their end.
+        """
         running = isinstance(event, JobEvent) and event.state == "running"
-        if running and (job := job_folder(event)) is not None:
+        if not running or (job := job_folder(event)) is None:
+            return
+        _, done = _saved_position(RunPaths(self._sweep / job))
+        if not (written and done):
             self._waiting[job] = None
 
     def poll(self) -> bool:

@@ -177,7 +177,6 @@ class TrackingProcess:
     """
 
     def __init__(self, folders: Sequence[Path], output_dir: Path | None = None) -> None:
-        self._folders = folders
         words = [str(output_dir or ""), *map(str, folders)]
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-c", _START, json.dumps(sys.path), *words],
@@ -222,7 +221,7 @@ class TrackingProcess:
             )
         if self._process.returncode or not saved.get("done"):
             raise TrackingError(f"the tracking process died (exit code {self._process.poll()})")
-        place: str | None = saved["places"].get("mlflow")
+        place: str | None = saved.get("places", {}).get("mlflow")
         return place
 
 

@@ -365,6 +365,7 @@ def test_a_later_attempt_may_have_other_trackers(outputs: Path) -> None:
     (found,) = all_runs(outputs)
     losses = client_of(outputs).get_metric_history(found.info.run_id, "loss")
     assert [m.step for m in losses] == [0, 1, 2]
+    assert found.data.tags["nbtoolkit.status"] == "stopped"  # as its attempt ended
     assert [step for step, _ in scalars(run.paths.folder / "tensorboard")] == [3, 4]
 
 
