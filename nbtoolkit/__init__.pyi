@@ -16,9 +16,6 @@ from nbtoolkit.crossval.cross_validation import cross_validate as cross_validate
 from nbtoolkit.crossval.cv_result import CVResult as CVResult
 from nbtoolkit.crossval.fold_predictions import FoldRun as FoldRun
 from nbtoolkit.crossval.fold_predictions import predict_mean as predict_mean
-from nbtoolkit.dashboards.server import Dashboard as Dashboard
-from nbtoolkit.dashboards.server import open_dashboard as open_dashboard
-from nbtoolkit.dashboards.server import open_mlflow as open_mlflow
 from nbtoolkit.doctor import doctor as doctor
 from nbtoolkit.environment.deadline import set_deadline as set_deadline
 from nbtoolkit.environment.hardware import Hardware as Hardware

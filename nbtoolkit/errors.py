@@ -38,7 +38,6 @@ The subclasses stand below their base class::
     ├── BundleError            a bundle cannot be written, read or unpacked
     ├── WheelsError            the wheels for a host cannot be made, or do not fit the host
     ├── TrackingError          the tracking database cannot be used
-    ├── DashboardError         a dashboard cannot be opened here, or has ended
     └── MissingExtra           an optional package is not installed (gives the install command)
 
     RunStopped (BaseException)    ends a run on all ranks (a stop, a time limit, a pruned trial)
@@ -251,10 +250,6 @@ class WheelsError(NbtoolkitError):
 
 class TrackingError(NbtoolkitError):
     """The tracking database cannot be used."""
-
-
-class DashboardError(NbtoolkitError):
-    """A dashboard cannot be opened here, or it has ended; the message then shows its output."""
 
 
 class MissingExtra(NbtoolkitError, ImportError):

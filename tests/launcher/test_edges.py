@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import io
 import multiprocessing
 import os
@@ -272,7 +271,7 @@ def test_a_daemon_thread_that_launches_at_the_end_is_told(tmp_path: Path) -> Non
     assert (kernel.process.returncode, out) == (0, told), err
 
 
-# --- names, panel, dashboards ---------------------------------------------------------------------
+# --- names, panel ---
 
 
 def test_dir_shows_public_names_only() -> None:
@@ -304,29 +303,6 @@ def test_a_panel_watches_nothing_and_says_why_launch_cannot_be_pressed(config: n
             panel.press("launch")
     finally:
         panel.close()
-
-
-def test_a_dashboard_answers_its_own_names_only(config: nb.Config) -> None:
-    sweep_config = {
-        "study": {"metric": "value", "direction": "minimize", "sampler": "random"},
-        "space": {"optim.lr": {"type": "float", "low": 1e-3, "high": 1e-1}},
-    }
-    sweep = nb.sweep(returns, config, sweep_config, n_trials=1, display="off")
-    with nb.open_dashboard(sweep.paths.folder) as dashboard:
-        asked = {
-            name: _status(dashboard.port, name)
-            for name in (f"127.0.0.1:{dashboard.port}", "localhost", "evil.example:8000")
-        }
-    assert list(asked.values()) == [200, 200, 403]
-
-
-def _status(port: int, host: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    try:
-        connection.request("GET", "/api/meta", headers={"Host": host})
-        return connection.getresponse().status
-    finally:
-        connection.close()
 
 
 def test_a_rank_that_ends_does_not_have_torch_import_its_compiler() -> None:

@@ -49,7 +49,6 @@ LAYERS = (
     # It measures by launches and draws what it measured.
     "tuning",
     "report",
-    "dashboards",
     "panel",
     "cli",
     "cli_notebooks",
