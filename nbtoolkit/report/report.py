@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,16 +9,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
 from pathlib import Path, PosixPath
-from statistics import median
 
 from nbtoolkit.config.schema import flat_settings
 from nbtoolkit.errors import ReportFolderError
-from nbtoolkit.report.predictions import NoPredictions, Predictions, joined, predictions_of
 from nbtoolkit.run.identity import decides_result
 from nbtoolkit.run.paths import EVENTS, KIND_NAMES, TRASH, RunPaths, age_key, write_whole
 from nbtoolkit.text_table import counted, duration, metric_column, moment, shortened
-from nbtoolkit.views.chart import PALETTE, RUNNING, Axis, Series, as_images, chart
-from nbtoolkit.views.markup import alert, card, data_table, grid, paragraph, tiles, view
+from nbtoolkit.views.chart import PALETTE, as_images
+from nbtoolkit.views.markup import alert, data_table, paragraph, tiles, view
 from nbtoolkit.views.page import page_html
 from nbtoolkit.views.run_cards import metric_charts, run_lines
 from nbtoolkit.views.state import State, read_state
@@ -43,12 +40,6 @@ PAGES = 8
 """The newest runs whose pages are in a report."""
 
 _METRICS = 5  # columns of the table of runs
-_RUNS = 4  # the newest that have predictions
-_CLASSES = 20  # a larger matrix is unreadable; the most frequent mistakes are listed instead
-_MISTAKES = 5
-_NAME = 24  # characters of a class
-_BLUE = "42, 127, 201"  # RUNNING; at most half of it, so that the page's text stays readable
-_DARKEST = 0.5
 
 # Text has a contrast of 15 and more to its background, dimmed text 6 and more (WCAG AA: 4.5).
 _STYLE = """
@@ -73,8 +64,7 @@ def report(
 
     - a table of the runs;
     - the pages of the newest eight runs, sweeps and cross-validations, as the panel shows them;
-    - a comparison of single runs, with learning curves and the settings that differ;
-    - predictions, throughput and device use.
+    - a comparison of single runs, with learning curves and the settings that differ.
 
     The page is a single file. It needs no network, and it fits light and dark themes.
 
@@ -201,8 +191,8 @@ class RunsReport:
     @property
     def sections(self) -> list[ReportSection]:
         """The sections that have contents, in the order of the page."""
-        after = [self.comparison, self.predictions, self.throughput]
-        return [one for one in (self.overview, *self.pages, *after) if one.parts]
+        sections = [self.overview, *self.pages, self.comparison]
+        return [section for section in sections if section.parts]
 
     @cached_property
     def overview(self) -> ReportSection:
@@ -265,38 +255,6 @@ class RunsReport:
         parts.append(data_table(["setting", *labels], rows) if rows else equal)
         return ReportSection("Comparison", parts)
 
-    @cached_property
-    def predictions(self) -> ReportSection:
-        """The newest runs' predictions, of a cross-validation those out of fold; or why not."""
-        cards: list[str] = []
-        reasons: list[str] = []
-        for run in reversed([run for run in self.runs if run.kind != "sweep"]):
-            try:
-                found = _predictions(run)
-            except NoPredictions as reason:
-                reasons.append(paragraph(f"{label(run)}: {reason}."))
-                continue
-            if found is not None and len(cards) < _RUNS:
-                title = f"{label(run)}, {'out of fold' if run.kind == 'cv' else 'validation'}"
-                cards.append(card(title, _drawn(found), span=2))
-        return ReportSection("Predictions", ([grid(*cards)] if cards else []) + reasons)
-
-    @cached_property
-    def throughput(self) -> ReportSection:
-        """Samples per second and device use of runs and folds."""
-        cells = {label(run): _use(run) for run in self.runs}
-        for run in self.runs:
-            folds = run.fold_runs().items()
-            cells |= {f"{label(run)}, fold {number}": _use(fold) for number, fold in folds}
-        columns = dict.fromkeys(column for row in cells.values() for column in row)
-        rows = [
-            [name, *(row.get(column, "") for column in columns)]
-            for name, row in cells.items()
-            if row
-        ]
-        parts = [data_table(["run", *columns], rows)] if rows else []
-        return ReportSection("Throughput and device use", parts)
-
     def _repr_html_(self) -> str:
         return "".join(
             f"<h3>{escape(section.title)}</h3>{section._repr_html_()}" for section in self.sections
@@ -314,71 +272,6 @@ def label(run: State) -> str:
 def _took(run: State) -> str:
     attempts = f", in {run.attempts} attempts" if run.attempts > 1 else ""
     return duration(run.elapsed()) + attempts
-
-
-def _use(run: State) -> dict[str, str]:
-    """The cells of a run, by column."""
-    rates = [rate for _, rate in run.logged.get("samples_per_second", ())]
-    cells = {"samples a second (median)": f"{median(rates):,.0f}"} if rates else {}
-    return cells | {device.name: device.text for device in run.devices()}
-
-
-def _predictions(run: State) -> Predictions | None:
-    if run.kind == "run":
-        return predictions_of(run.paths)
-    files = sorted(run.paths.folder.glob("folds/*/values/0.pkl"))
-    parts = [predictions_of(RunPaths(file.parents[1])) for file in files]
-    return joined([part for part in parts if part is not None]) if any(parts) else None
-
-
-def _drawn(found: Predictions) -> str:
-    if not found.are_classes:
-        points = list(zip(map(float, found.true), map(float, found.predicted), strict=True))
-        ends = [min(map(min, points)), max(map(max, points))]
-        diagonal = Series("equal", [(end, end) for end in ends], "dashed")
-        dots = Series("samples", points, "dots", RUNNING)
-        return chart([diagonal, dots], x=Axis("true"), y=Axis("predicted"), legend=True)
-    parts = [paragraph(f"{found.accuracy:.4f} of {counted(len(found.true), 'sample')} are right.")]
-    if len(found.classes) <= _CLASSES:
-        parts.append(matrix(found))
-    mistakes = [
-        f"{count} x {_class_name(true)} as {_class_name(predicted)}"
-        for (true, predicted), count in found.counts.most_common()
-        if true != predicted
-    ]
-    if mistakes:
-        parts.append(paragraph(f"Most often: {'; '.join(mistakes[:_MISTAKES])}."))
-    return "".join(parts)
-
-
-def matrix(found: Predictions) -> str:
-    """Render the counts as an HTML table: a row per true class, a column per predicted one.
-
-    A cell is bluer the larger its share of its row is, by the square root, so that single mistakes
-    are visible.
-    """
-    classes, counts = found.classes, found.counts
-    head = "".join(f"<th>{escape(_class_name(label))}</th>" for label in classes)
-    rows = []
-    for true in classes:
-        total = sum(counts[true, other] for other in classes)
-        cells = "".join(_cell(counts[true, other], total) for other in classes)
-        rows.append(f"<tr><th>{escape(_class_name(true))}</th>{cells}</tr>")
-    head = f"<thead><tr><th>true \\ predicted</th>{head}</tr></thead>"
-    body = f"{head}<tbody>{''.join(rows)}</tbody>"
-    return f'<table cellpadding="4" style="font-size:inherit">{body}</table>'
-
-
-def _cell(count: int, total: int) -> str:
-    if not count:
-        return "<td></td>"
-    share = _DARKEST * math.sqrt(count / total)
-    blue = f"background-color: rgba({_BLUE}, {share:.2f})"
-    return f'<td style="text-align: center; {blue}">{count}</td>'
-
-
-def _class_name(value: object) -> str:
-    return shortened(str(value), _NAME)
 
 
 # --- page ---

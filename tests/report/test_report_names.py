@@ -43,8 +43,7 @@ def nasty(tmp_path_factory: pytest.TempPathFactory) -> Path:
         config = {"model": {"<i>κ</i>": number, "name": "x" * 300}, "optim": {"lr": 10**-number}}
         result = {"status": "completed", "metrics": dict.fromkeys(METRICS, 1 / (number + 3))}
         diary = trained(series, config)
-        value = {"labels": ["<i>a</i>", "b" * 99], "predictions": ["b" * 99, "<i>a</i>"]}
-        write_run(folder, name, events=diary, ended=result, returned=value)
+        write_run(folder, name, events=diary, ended=result)
     return folder
 
 

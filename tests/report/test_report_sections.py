@@ -21,29 +21,6 @@ def cells(section: ReportSection) -> list[list[str]]:
     return [re.findall(r"<td[^>]*>([^<]*)", row) for row in rows]
 
 
-def test_device_use_is_the_mean_of_each_rank_and_gpu_and_memory_the_most(tmp_path: Path) -> None:
-    readings = [
-        [
-            {"rank": 0, "cpu": share, "memory": 10**9},
-            {"index": 0, "utilization": 100 * share, "memory_used": 4 * 10**9},
-            {"index": 1, "utilization": 50, "memory_used": share * 10**10},
-        ]
-        for share in (0.5, 1.0)
-    ]
-    diary = [{"type": "device", "readings": one} for one in readings]
-    write_run(tmp_path, "looked-at", events=diary)
-    write_run(tmp_path, "trained", events=trained({"loss": [1.0] * 3}))
-    assert cells(read_report(tmp_path).throughput) == [
-        ["looked-at", "mean 75 %, 4.0 GB", "mean 50 %, 10.0 GB", "mean CPU 75 %, 1.0 GB", ""],
-        ["trained", "", "", "", "200"],
-    ]
-
-
-def test_a_column_that_no_run_has_is_left_out(tmp_path: Path) -> None:
-    write_run(tmp_path, "a", events=trained({"loss": [1.0] * 3}))
-    assert "GPU" not in words(read_report(tmp_path).throughput)
-
-
 def test_differences_have_what_decides_first_and_nothing_that_is_equal(tmp_path: Path) -> None:
     for number in range(2):
         settings = {"runtime": {"output_dir": f"out/{number}"}, "optim": {"lr": 0.1 * number}}
