@@ -425,7 +425,7 @@ def _find_run(run: str | None, source: Path) -> RunPaths:
 
 def _press(button: str, state: State) -> State:
     """Press a button of the panel; return the state of the run to show then."""
-    from nbtoolkit.panel.actions import press
+    from nbtoolkit.panel.buttons import press
     from nbtoolkit.views.state import read_state
 
     import_from_cwd()
@@ -446,6 +446,6 @@ def _follow(state: State) -> None:
 
 
 def _page(state: State) -> str:
-    from nbtoolkit.views.text import page_text
+    from nbtoolkit.views.page import page_text
 
     return page_text(state)

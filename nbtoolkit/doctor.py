@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbtoolkit.cards import properties_html
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.environment.deadline import session_age, span, time_limit
 from nbtoolkit.environment.hardware import Hardware, detect_hardware
@@ -19,7 +20,6 @@ from nbtoolkit.environment.resources import free_space, size_text
 from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.host import Host, detect_host
 from nbtoolkit.run.versions import versions
-from nbtoolkit.text_table import html_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class DoctorReport:
             ("plan", self._plan()),
             *self.versions.items(),
         ]
-        return html_table("nbtoolkit doctor", rows, self.problems)
+        return properties_html("nbtoolkit doctor", rows, self.problems)
 
 
 def doctor() -> DoctorReport:

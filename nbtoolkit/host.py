@@ -12,8 +12,9 @@ from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast, get_args
 
+from nbtoolkit.cards import properties_html
 from nbtoolkit.errors import ConfigError, LaunchError
-from nbtoolkit.text_table import gib, html_table
+from nbtoolkit.text_table import gib
 
 ROOT = Path("/")
 
@@ -137,7 +138,7 @@ class Host:
         return "\n".join([f"{self.kind}: {self.reason}", *rows])
 
     def _repr_html_(self) -> str:
-        return html_table(f"host: {self.kind}", [("because", self.reason), *self._rows()])
+        return properties_html(f"host: {self.kind}", [("because", self.reason), *self._rows()])
 
     def _rows(self) -> list[tuple[str, str]]:
         memory = gib(self.memory) if self.memory else "unknown"

@@ -8,7 +8,6 @@ Each of them runs the whole training twice, so use a configuration that takes se
 
 from __future__ import annotations
 
-import html
 import math
 import os
 import signal
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from nbtoolkit import cards
 from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.errors import NbtoolkitError, WorkerDied
@@ -115,7 +115,7 @@ class Comparison:
     __str__ = explain
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.explain())}</pre>"
+        return cards.html([cards.Card("", [cards.Text(self.explain(), "code")], span=4)])
 
 
 @refuse_other_launchers_names

@@ -62,7 +62,7 @@ DESCRIPTIONS: dict[Priority, str] = {
 _PROCESS_FILES = ("owner.lock", "tracking.lock", "stop", "commands")
 _RECORDS = (
     *("config.yaml", "events.jsonl", "tracking.json", "error.pkl", "sweep.yaml", "folds.json"),
-    *("study.jsonl", "annotations.json"),
+    "study.jsonl",
 )
 _LOGS = ("ranks", "samples", "tensorboard", "wandb")
 _WITHOUT_JOBS = ("checkpoints", "values", *_LOGS)

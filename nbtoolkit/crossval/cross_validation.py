@@ -134,9 +134,9 @@ def cross_validate(
             the folds share. ``"ray"``: on all machines of Ray (see docs/cluster.md).
         wait: False returns a :class:`CVHandle` at once.
         detach: whether the cross-validation outlives this process; see :func:`nbtoolkit.attach`.
-        display: how to show the progress. ``"auto"``: a live table in a notebook, one line per
-            minute under papermill, a bar in a terminal, one line per fold elsewhere. ``"widgets"``:
-            a live table with ipywidgets. ``"text"``: one line per fold. ``"off"``: nothing.
+        display: how to show the progress. ``"html"``: a live page in the cell. ``"text"``: a line
+            per fold that ends, and one per minute. ``"auto"``: the page in a notebook, lines
+            elsewhere and under papermill, which also gets the page at the end. ``"off"``: nothing.
         on_event: called with each event of the cross-validation while this process waits for it.
 
     Returns:
@@ -194,7 +194,7 @@ def handle_on_folds(
 def _output(
     paths: RunPaths, folds: int | None, screen: Screen, *, since: float = 0.0
 ) -> RunDisplay:
-    lines = TableLines(FoldTable(name=paths.run_id, folds=folds), screen.shape, since=since)
+    lines = TableLines(FoldTable(name=paths.run_id, folds=folds), screen, since=since)
     return displays().show(lines, paths, screen, folds=folds)
 
 

@@ -13,8 +13,8 @@ from nbtoolkit.crossval.out_of_fold import assemble
 from nbtoolkit.errors import CheckpointError, FoldError, MissingExtra
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.run_result import result_of
-from nbtoolkit.run.events import Event, EventReader, FoldChanged, RunEnded, RunStarted
-from nbtoolkit.run.output import charts
+from nbtoolkit.run.events import Event, FoldChanged, RunEnded, RunStarted
+from nbtoolkit.run.output import charts, displays
 from nbtoolkit.run.paths import RunPaths, Status
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.study.table import EventTable, short
@@ -318,6 +318,4 @@ class CVResult:
         return f"CVResult({', '.join([self.status, done, *scores])}, {self.paths.folder}{shared})"
 
     def _repr_html_(self) -> str:
-        table = FoldTable(name=self.paths.run_id, folds=len(self.folds))
-        table.read(EventReader(self.paths.events).read())
-        return table.html()
+        return displays().static(self.paths)

@@ -171,7 +171,7 @@ def predict_mean(
     )
     function = _prediction(jobs, test, count, predict, transform)
     started = start_search(function, config, search, name="predict", resume="never")
-    paths, cell = started.run.paths, TableLines(_Progress(jobs), screen.shape)
+    paths, cell = started.run.paths, TableLines(_Progress(jobs), screen)
     missing = sum(len(cv.folds) for cv in results) - len(models) if folds is None else 0
     text = f" (folds that are not done, and are left out: {missing})" if missing else ""
     cell.say(f"predicting with the models of {counted(len(models), 'fold')}{text}")

@@ -15,9 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from nbtoolkit.cards import properties_html
 from nbtoolkit.environment.installed import package_folder
 from nbtoolkit.host import ROOT, cpu_count, memory_limit
-from nbtoolkit.text_table import gib, html_table
+from nbtoolkit.text_table import gib
 
 # --- devices, by the driver ---
 
@@ -335,7 +336,7 @@ class Hardware:
         return "\n".join([head, *(f"  {name}: {text}" for name, text in self._rows())])
 
     def _repr_html_(self) -> str:
-        return html_table("hardware", [("GPUs", self.reason), *self._rows()])
+        return properties_html("hardware", [("GPUs", self.reason), *self._rows()])
 
     def _rows(self) -> list[tuple[str, str]]:
         rows = [(str(device), _usability(device)) for device in self.devices]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
+from nbtoolkit.cards import properties_html
 from nbtoolkit.errors import PlanError
-from nbtoolkit.text_table import html_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +208,7 @@ class LaunchPlan:
             ("learning rate", f"optim.lr x {self.lr_factor:g}"),
             ("CPU threads per rank", self.threads_per_rank),
         ]
-        return html_table("launch plan", rows, self.reasons)
+        return properties_html("launch plan", rows, self.reasons)
 
 
 def _plain(value: object) -> object:

@@ -11,9 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
+from nbtoolkit.cards import properties_html
 from nbtoolkit.errors import FoldError
 from nbtoolkit.run.paths import write_whole
-from nbtoolkit.text_table import html_table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -171,7 +171,7 @@ class Folds:
             (f"fold {fold.index}", f"{len(fold.train_indices)} + {len(fold.valid_indices)}")
             for fold in self
         ]
-        return html_table(repr(self), sizes, ["samples to train on + to validate on"])
+        return properties_html(repr(self), sizes, ["samples to train on + to validate on"])
 
 
 def _read(path: Path) -> Folds:

@@ -97,10 +97,9 @@ def launch(
             starts a new run. A run's id or folder resumes this run.
         wait: False returns a :class:`RunHandle` at once.
         detach: whether the run outlives this process; see :func:`attach`.
-        display: how to show the progress, besides rank 0's output. ``"auto"``: a live view in a
-            notebook, one line per minute under papermill, a bar in a terminal, plain lines
-            elsewhere. ``"widgets"``: a live view with ipywidgets. ``"text"``: plain lines.
-            ``"off"``: nothing, not even rank 0's output.
+        display: how to show the progress. ``"html"``: a live page in the cell. ``"text"``: rank 0's
+            lines, and one line per minute. ``"auto"``: the page in a notebook, lines elsewhere and
+            under papermill, which also gets the page at the end. ``"off"``: nothing.
         on_event: called with each event of the run while this process waits for the run.
 
     Returns:

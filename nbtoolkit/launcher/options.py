@@ -29,7 +29,7 @@ Where = Literal["local", "slurm", "ray"]
 CHOICES = {
     "start": ("forkserver", "inline"),
     "where": ("local", *CLUSTERS),
-    "display": ("auto", "widgets", "text", "off"),
+    "display": ("auto", "html", "text", "off"),
 }
 
 

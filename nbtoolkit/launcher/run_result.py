@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from nbtoolkit.cards import properties_html
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.errors import CheckpointError, LaunchError, RunFolderError
 from nbtoolkit.run.attempts import first_event, last_event, newest_plan
@@ -17,7 +18,6 @@ from nbtoolkit.run.output import charts
 from nbtoolkit.run.paths import RunPaths, Status, reading
 from nbtoolkit.run.remote_job import RemoteJob, last_lines
 from nbtoolkit.run.serialization import unpack_value
-from nbtoolkit.text_table import html_table
 
 if TYPE_CHECKING:
     import torch
@@ -146,7 +146,7 @@ class RunResult:
         rows += [(name, f"{value:.6g}") for name, value in self.metrics.items()]
         rows += [("seconds", f"{self.seconds:.1f}")]
         rows += [("plan", str(self.plan.explain()).splitlines()[0]), ("folder", self.paths.folder)]
-        return html_table("run", rows)
+        return properties_html("run", rows)
 
 
 def result_of(paths: RunPaths, kind: str) -> RunEnded:

@@ -1,182 +1,80 @@
-"""Hold and validate what is typed into the panel: a text for each setting, and the space."""
+"""Hold and validate what is typed into the panel: ten fields, and YAML for everything else."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import json
-import os
 import re
-import time
-import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from operator import attrgetter
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
-from yaml import YAMLError
-
-from nbtoolkit.config.fields import Free, FreeSection
-from nbtoolkit.config.schema import Config
-from nbtoolkit.config.section import Section
-from nbtoolkit.config.validation import fields as allowed_values
-from nbtoolkit.config.yaml_source import Layer, dump, parse_settings, parse_value
+from nbtoolkit.config.schema import Config, load_config
+from nbtoolkit.config.yaml_source import dump, parse_settings
 from nbtoolkit.errors import ConfigError, NbtoolkitError
-from nbtoolkit.run.paths import atomic_file
-from nbtoolkit.study.space import translate_names
-from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
+from nbtoolkit.study.sweep_config import (
+    PrunerName,
+    SamplerName,
+    SweepConfig,
+    load_sweep_config,
+)
+
+T = TypeVar("T")
+
+TRIALS = 20
+"""The trials of a sweep if neither the form nor its YAML says when it ends."""
+
+FILE = "settings.yaml"
+"""What errors call the YAML of the form."""
+
+_KEY = re.compile(r"([^\s#:-][^:]*?)\s*:(?:\s|$)")
+"""A key of the outermost level at the begin of a line."""
+
+# To check a setting of a sweep by itself.
+_ANY_SWEEP = {
+    "space": {"seed": [0, 1]},
+    "study": {"metric": "loss"},
+    "budget": {"n_trials": 1},
+}
 
 # --- fields ---
-
-GENERAL = "general"
-"""The section of settings that stand in none."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One setting of the configuration.
+    """A setting that has a field of its own.
 
     Attributes:
         name: its dotted name.
-        help: its documentation.
-        allowed: its allowed values, in words.
-        choices: its allowed values as texts, where they are few; else empty.
-        free: whether it is a section of the user's own: YAML of several lines.
-        hint: its type, which validates a value.
+        label: beside the field.
+        of_sweep: whether it is a setting of a sweep.
+        choices: its allowed values, where they are few; else empty.
     """
 
     name: str
-    help: str
-    allowed: str
+    label: str
+    of_sweep: bool = False
     choices: tuple[str, ...] = ()
-    free: bool = False
-    hint: Any = None
-
-    @property
-    def section(self) -> str:
-        """The section it stands in."""
-        head, dot, _ = self.name.partition(".")
-        return head if dot or self.free else GENERAL
-
-    @property
-    def nullable(self) -> bool:
-        """Whether ``null`` is allowed; its widget shows an empty field then."""
-        return types.NoneType in get_args(self.hint)
-
-    @property
-    def tooltip(self) -> str:
-        """Its documentation and allowed values."""
-        return f"{self.help} Allowed: {self.allowed}."
-
-    def value(self, text: str) -> object:
-        """Parse and validate a text.
-
-        Raises:
-            ConfigError: the text is not YAML, or the setting does not allow the value.
-        """
-        try:
-            value = parse_settings(text, self.name) if self.free else parse_value(text)
-            _validator(self.name).validate_python(value)
-        except (YAMLError, ValidationError, RecursionError) as error:  # `&a {b: *a}` has no end
-            raise ConfigError(self._mistake(text)) from error
-        return value
-
-    def error(self, text: str) -> str:
-        """Say what a text must be; empty: it is right."""
-        try:
-            self.value(text)
-        except ConfigError as error:
-            return error.what
-        return ""
-
-    def _mistake(self, text: str) -> str:
-        meant, example = text.strip().replace(",", ".", 1), default_texts()[self.name]
-        if re.fullmatch(r"-?\d*,\d+", text.strip()) and not self.error(meant):
-            example = f"{meant} (decimal point)"
-        shows = example != "null" and example not in self.allowed
-        return f"Must be {self.allowed}{f', e.g. {example}' if shows else ''}"
 
 
-@functools.cache
-def config_fields() -> dict[str, Field]:
-    """Return every setting by its dotted name, in the order of the schema."""
-    return {field.name: field for field in _fields(Config, "")}
+FIELDS = (
+    Field("train.epochs", "epochs"),
+    Field("train.batch_size", "batch size"),
+    Field("optim.lr", "learning rate"),
+    Field("train.precision", "precision", choices=("auto", "fp32", "fp16", "bf16")),
+    Field("distributed.world_size", "processes"),
+    Field("seed", "seed"),
+    Field("budget.n_trials", "trials", of_sweep=True),
+    Field("budget.timeout", "time", of_sweep=True),
+    Field("study.sampler", "sampler", of_sweep=True, choices=get_args(SamplerName)),
+    Field("study.pruner", "pruner", of_sweep=True, choices=("auto", *get_args(PrunerName))),
+)
+"""The settings that are changed most often. An empty field leaves the setting to the YAML."""
 
 
-@functools.cache
-def default_texts() -> dict[str, str]:
-    """Return the default of every setting as text, by dotted name."""
-    return texts_of(Config())
-
-
-@functools.cache
-def _validator(name: str) -> TypeAdapter[object]:
-    return TypeAdapter(config_fields()[name].hint, config=Section.model_config)
-
-
-def _fields(model: type[BaseModel], prefix: str) -> list[Field]:
-    allowed, hints = allowed_values(Config), get_type_hints(model, include_extras=True)
-    fields: list[Field] = []
-    for key, info in model.model_fields.items():
-        name, hint = f"{prefix}{key}", hints[key]
-        if isinstance(hint, type) and issubclass(hint, BaseModel):
-            fields += _fields(hint, f"{name}.")
-            continue
-        free = hint == Free
-        words = allowed.get(name, "settings of your own, as YAML")
-        fields.append(
-            Field(
-                name,
-                help=info.description or "",
-                allowed=words if free else re.sub(r"\bnull\b", "empty", words),
-                choices=() if free else tuple(_choices(hint) or ()),
-                free=free,
-                hint=hint,
-            )
-        )
-    return fields
-
-
-def _choices(hint: Any) -> list[str] | None:
-    """Return all values that a type allows; None: there are too many to list."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return [str(arg) for arg in args]
-    if origin in (Union, types.UnionType):
-        parts = [_choices(arg) for arg in args]
-        return None if None in parts else [text for part in parts for text in part or ()]
-    return {bool: ["true", "false"], types.NoneType: ["null"]}.get(hint)
-
-
-def text_of(value: object) -> str:
-    """Format a setting's value as it is typed into a form, so that YAML reads the same value."""
-    if isinstance(value, FreeSection):
-        value = value.to_dict()
-    if isinstance(value, dict):
-        return dump(value).rstrip("\n") if value else ""
-    text = str(value)
-    if isinstance(value, (list, tuple)):
-        value, text = [*value], f"[{', '.join(map(text_of, value))}]"
-    elif not isinstance(value, str):
-        return json.dumps(value)
-    with contextlib.suppress(YAMLError):
-        if parse_value(text) == value:
-            return text
-    return json.dumps(value, ensure_ascii=False)
-
-
-def texts_of(config: Config) -> dict[str, str]:
-    """Return every setting of a configuration as text, by dotted name."""
-    return {name: text_of(attrgetter(name)(config)) for name in config_fields()}
-
-
-# --- the form's contents ---
-
-TRIALS = 20
-"""The trials of a sweep if neither the form nor its space says when it ends."""
+# --- contents ---
 
 
 @dataclass(frozen=True)
@@ -186,164 +84,186 @@ class Validation:
     Attributes:
         form: its contents; None: there is no form.
         config: the configuration; None: something in it is wrong.
-        errors: what is wrong with each setting by itself.
-        together: how settings contradict each other; empty: they do not.
         sweep_config: the sweep; None: there is no space, or something in it is wrong.
-        space_error: what is wrong with the space; empty: nothing.
+        errors: what is wrong, by the name of the field; ``"YAML"``: in the YAML, or together.
     """
 
     form: FormState | None = None
     config: Config | None = None
-    errors: Mapping[str, str] = field(default_factory=dict)
-    together: str = ""
     sweep_config: SweepConfig | None = None
-    space_error: str = ""
-
-    @property
-    def mistakes(self) -> dict[str, str]:
-        """All that is wrong, by setting; ``"settings"``: together."""
-        together = {"settings": self.together, "space": self.space_error}
-        return {name: text for name, text in {**self.errors, **together}.items() if text}
+    errors: Mapping[str, str] = field(default_factory=dict)
 
 
 class FormState:
-    """What stands in the form, right or wrong: a text for each setting, and the space as YAML.
+    """What stands in the form, right or wrong.
 
     Args:
-        config: where the texts come from.
-        space: the space as YAML text; empty: there is none.
+        config: the settings that it begins with.
+        sweep: the settings of a sweep, or a bare space, that it begins with; empty: none.
+
+    Attributes:
+        texts: the text of each field, by the name of its setting.
+        yaml: all other settings: those of a run, and those of a sweep with its ``space``.
     """
 
-    def __init__(self, config: Config, space: str = "") -> None:
-        self.texts = texts_of(config)
-        self.space, self.trials = space, ""
+    def __init__(self, config: Config, sweep: Mapping[str, object] | None = None) -> None:
+        settings = {name: new for name, (new, _) in config.differences(Config()).items()}
+        searched = dict(sweep or {})
+        if searched and not set(searched) & set(SweepConfig.model_fields):
+            searched = {"space": searched}
+        self.texts: dict[str, str] = {}
+        for setting in FIELDS:
+            value = (
+                _take(searched, setting.name)
+                if setting.of_sweep
+                else settings.pop(setting.name, None)
+            )
+            self.texts[setting.name] = "" if value is None else str(value)
+        run: dict[str, Any] = {}
+        for name, value in settings.items():
+            _put(run, name, value)
+        self.yaml = "".join(dump(values) for values in (run, searched) if values)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FormState) and vars(self) == vars(other)
 
-    def changed(self) -> list[str]:
-        """Return the names of the settings that are not at their default."""
-        return [name for name, text in self.texts.items() if text != default_texts()[name]]
-
-    def overrides(self) -> dict[str, object]:
-        """Return the settings that are not at their default, by dotted name.
-
-        Raises:
-            ConfigError: a text is not a value of its setting.
-        """
-        return {name: config_fields()[name].value(self.texts[name]) for name in self.changed()}
-
-    def parsed_space(self) -> dict[str, object]:
-        """Parse the space as a YAML file is parsed: ``1e-4`` is a number.
-
-        Raises:
-            ConfigError: it is not YAML, or not a mapping.
-        """
-        return parse_settings(self.space, "space")
-
-    def n_trials(self) -> int | None:
-        """Parse the number of trials; empty: 20 if the space sets no end, else None.
-
-        Raises:
-            ConfigError: it is not a positive whole number, or the space is not a mapping.
-        """
-        text = self.trials.strip()
-        if text and not re.fullmatch(r"0*[1-9]\d{0,8}", text):
-            raise ConfigError("Number of trials must be a whole number from 1 to 999999999")
-        if text:
-            return int(text)
-        return None if _has_end(self.parsed_space()) else TRIALS
+    @property
+    def is_sweep(self) -> bool:
+        """Whether the YAML has settings of a sweep."""
+        return bool(split_yaml(self.yaml)[1])
 
     def validate(self) -> Validation:
-        """Make the configuration and the sweep; collect what is wrong, setting by setting."""
+        """Make the configuration and the sweep, or say what is wrong."""
         form = deepcopy(self)  # another thread may change this one while that is used
-        errors = {name: config_fields()[name].error(form.texts[name]) for name in form.changed()}
-        if errors := {name: error for name, error in errors.items() if error}:
+        errors = {
+            setting.name: error for setting in FIELDS if (error := form._field_error(setting))
+        }
+        if errors:
             return Validation(form, errors=errors)
+        settings, sweep = split_yaml(form.yaml)
         try:
-            config = Config().with_overrides(form.overrides())
-        except ConfigError as error:
-            return Validation(form, together=str(error))
-        try:
-            return Validation(form, config, sweep_config=form._sweep_config(config))
+            config = _load(settings, form._load_config)
         except NbtoolkitError as error:
-            return Validation(form, config, space_error=str(error))
+            return Validation(form, errors={"YAML": str(error)})
+        try:
+            sweep_config = _load(sweep, partial(form._load_sweep, config)) if sweep else None
+        except NbtoolkitError as error:
+            return Validation(form, config, errors={"YAML": str(error)})
+        return Validation(form, config, sweep_config)
 
-    def _sweep_config(self, config: Config) -> SweepConfig | None:
-        if not self.space.strip():
-            return None
-        return load_sweep_config(self.parsed_space(), config, n_trials=self.n_trials())
+    def _load_config(self, file: Path) -> Config:
+        return load_config(file, env=None, overrides=self._overrides(of_sweep=False))
+
+    def _load_sweep(self, config: Config, file: Path) -> SweepConfig:
+        overrides = self._overrides(of_sweep=True)
+        if not self._has_end():
+            overrides.append(f"budget.n_trials={TRIALS}")
+        return load_sweep_config(file, config, overrides=overrides)
+
+    def _has_end(self) -> bool:
+        """Whether a field or the YAML says when the sweep ends."""
+        if self.texts["budget.n_trials"].strip() or self.texts["budget.timeout"].strip():
+            return True
+        document = parse_settings(self.yaml, FILE)
+        budget, study = document.get("budget"), document.get("study")
+        limits = budget if isinstance(budget, Mapping) else {}
+        typed = self.texts["study.sampler"]
+        sampler = typed or (study.get("sampler") if isinstance(study, Mapping) else "")
+        return sampler == "grid" or bool(limits.get("n_trials") or limits.get("timeout"))
+
+    def _overrides(self, *, of_sweep: bool) -> list[str]:
+        """Return the fields that have a text."""
+        names = [setting.name for setting in FIELDS if setting.of_sweep == of_sweep]
+        texts = {name: self.texts[name].strip() for name in names}
+        return [f"{name}={text}" for name, text in texts.items() if text]
+
+    def _field_error(self, setting: Field) -> str:
+        """Say what the text of a field must be; empty: it is right."""
+        text = self.texts[setting.name].strip()
+        if not text:
+            return ""
+        override = [f"{setting.name}={text}"]
+        try:
+            if setting.of_sweep:
+                load_sweep_config(_ANY_SWEEP, Config(), overrides=override)
+            else:
+                Config().with_overrides(override)
+        except RecursionError:  # `&a {b: *a}` has no end
+            return "is not allowed"
+        except NbtoolkitError as error:
+            number = text.replace(",", ".") if re.fullmatch(r"-?\d+,\d+", text) else ""
+            hint = f"; write {number} (decimal point)" if number else ""
+            return f"{error.what.partition(setting.name + ': ')[2] or error.what}{hint}"
+        return ""
 
 
-def _has_end(settings: Mapping[str, object]) -> bool:
-    """Whether the settings of a sweep limit its trials or its time; a bare space does not."""
-    values = translate_names(Layer(values=dict(settings), places={})).values
-    budget, study = values.get("budget"), values.get("study")
-    if isinstance(budget, Mapping) and (budget.get("n_trials") or budget.get("timeout")):
-        return True
-    return isinstance(study, Mapping) and study.get("sampler") == "grid"
+def split_yaml(text: str) -> tuple[str, str]:
+    """Split YAML into the settings of a run and those of a sweep, which keep their lines.
+
+    The lines of the other part are empty, so that an error names the line that the user sees.
+
+    Returns:
+        The settings of a run, and those of a sweep; each is empty if it has none.
+    """
+    parts: tuple[list[str], list[str]] = ([], [])
+    of_sweep = False
+    for line in text.split("\n"):
+        if key := _KEY.match(line):
+            of_sweep = key[1] in SweepConfig.model_fields
+        parts[of_sweep].append(line)
+        parts[not of_sweep].append("")
+    run, sweep = ("\n".join(lines) if any(lines) else "" for lines in parts)
+    return run, sweep
 
 
-# --- edits that survive the kernel ---
-
-EDITS_FILE = ".panel.json"
-"""The file of the edits, in the output folder."""
-
-_SECONDS = 1.0  # between two writes
-
-
-def keep_edits(output_dir: str | os.PathLike[str], state: FormState) -> bool:
-    """Write a form's contents, readable by this user alone; at most once a second.
+def replace_section(text: str, name: str, values: Mapping[str, object]) -> str:
+    """Replace a section of YAML; all other lines stay, with their comments.
 
     Args:
-        output_dir: the folder of the runs, as it was when the panel was opened: the one in the form
-            may be half typed, and would be created.
-        state: the contents.
-
-    Returns:
-        Whether they are written; False: the last write is too recent, or the folder cannot be
-        written.
+        text: the YAML.
+        name: of the section: a key of the outermost level.
+        values: its new contents; empty: it is removed.
     """
-    path = _edits_file(output_dir)
-    contents = {**vars(state), "texts": {name: state.texts[name] for name in state.changed()}}
-    try:
-        if path.exists() and abs(time.time() - path.stat().st_mtime) < _SECONDS:
-            return False
-        with atomic_file(path, durable=False) as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write(json.dumps(contents).encode())
-    except OSError:  # a launch reports that
-        return False
-    return True
+    kept, inside = [], False
+    for line in text.split("\n"):
+        if key := _KEY.match(line):
+            inside = key[1] == name
+        if not inside:
+            kept.append(line)
+    others = "\n".join(kept).rstrip("\n")
+    others += "\n" if others else ""
+    return others + (dump({name: dict(values)}) if values else "")
 
 
-def kept_edits(output_dir: str | os.PathLike[str]) -> tuple[FormState, float] | None:
-    """Read what :func:`keep_edits` wrote.
-
-    Returns:
-        The contents, and when they were written in unix seconds; None: there is no such file, or a
-        damaged one.
-    """
-    path = _edits_file(output_dir)
-    try:
-        contents, saved = json.loads(path.read_bytes()), path.stat().st_mtime
-        state = FormState(Config(), str(contents["space"]))
-        state.trials, texts = str(contents["trials"]), dict(contents["texts"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+def _take(values: dict[str, object], name: str) -> object:
+    """Remove a setting of a section, and the section if it is empty then; return its value."""
+    head, _, key = name.partition(".")
+    section = values.get(head)
+    if not isinstance(section, Mapping) or key not in section:
         return None
-    for name, setting in config_fields().items():
-        text = texts.get(name)
-        if isinstance(text, str) and (not setting.choices or text in setting.choices):
-            state.texts[name] = text
-    return state, saved
+    rest = dict(section)
+    value = rest.pop(key)
+    values[head] = rest
+    if not rest:
+        del values[head]
+    return value
 
 
-def drop_edits(output_dir: str | os.PathLike[str]) -> None:
-    """Delete what :func:`keep_edits` wrote."""
-    with contextlib.suppress(OSError):
-        _edits_file(output_dir).unlink(missing_ok=True)
+def _put(values: dict[str, Any], name: str, value: object) -> None:
+    """Add a setting by its dotted name."""
+    *sections, key = name.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+    values[key] = value
 
 
-def _edits_file(output_dir: str | os.PathLike[str]) -> Path:
-    # Unlike Path.expanduser, this accepts the name of a user that does not exist.
-    return Path(os.path.expanduser(output_dir)) / EDITS_FILE
+def _load(text: str, load: Callable[[Path], T]) -> T:
+    """Load YAML as a file is loaded; errors name :data:`FILE` and its lines."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / FILE
+        file.write_text(text)
+        try:
+            return load(file)
+        except ConfigError as error:
+            shown = str(error).replace(f"{file}", FILE)
+            raise type(error)(shown) from None

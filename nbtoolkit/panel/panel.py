@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.config.layers import file_layer
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
-from nbtoolkit.config.yaml_source import dump
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import MissingExtra
 from nbtoolkit.panel.form import FormState
@@ -32,10 +31,8 @@ def panel(
     config: ConfigLike = None,
     space: Source | None = None,
     folds: Folds | None = None,
-    *,
-    notify: bool = False,
 ) -> Panel:
-    """Open a control panel: a page that shows a run, buttons, and a form of all settings.
+    """Open a control panel: the live page of a run, buttons, and the settings of the next run.
 
     The panel first shows a live run of the output folder, or else the newest run. A run that you
     start in the panel is detached: it continues when the kernel ends, and another panel can watch
@@ -51,7 +48,6 @@ def panel(
         space: the search space, as for :func:`nbtoolkit.sweep`; None: you can type it in the form.
         folds: the folds from :func:`nbtoolkit.make_folds`, for the button *Cross-validate*, and for
             sweeps whose space asks for folds.
-        notify: whether to mark the browser's tab when the run ends.
 
     Returns:
         The panel. A cell displays it if it is the last value of the cell. ``close()`` ends it. If
@@ -67,8 +63,8 @@ def panel(
 
     if space is not None and not isinstance(space, Mapping):
         space = file_layer(space).values
-    form = FormState(as_config(config, None), "" if space is None else dump(space))
-    opened = Panel(Controller(train, form, folds, given=config is not None, notify=notify))
+    form = FormState(as_config(config, None), space)
+    opened = Panel(Controller(train, form, folds, given=config is not None))
     _close_previous(opened)
     return opened
 
@@ -120,11 +116,11 @@ class Panel:
         """
         controller = self._controller
         folder = None if run is None else find_run(run, controller.output_dir).folder
-        controller.worker.submit(lambda: controller.watch(folder)).result()
+        controller.watcher.submit(lambda: controller.watch(folder)).result()
 
     def refresh(self) -> None:
         """Read the run's folder now; without this call the panel reads it every second."""
-        self._controller.worker.submit(self._controller.poll).result()
+        self._controller.watcher.submit(self._controller.look).result()
 
     def close(self) -> None:
         """Close the panel's widgets and end its thread; its runs continue."""
@@ -132,11 +128,11 @@ class Panel:
 
     def text(self) -> str:
         """Return the text form of what the panel shows now."""
-        return self._controller.worker.call(self._controller.text)
+        return self._controller.watcher.call(self._controller.text)
 
     def html(self) -> str:
         """Return static HTML of what the panel shows now, without buttons."""
-        return self._controller.worker.call(self._controller.html)
+        return self._controller.watcher.call(self._controller.html)
 
     def __repr__(self) -> str:
         return self.text()
@@ -173,10 +169,10 @@ def _close_previous(opened: Panel) -> None:
     cell, the browser gets every table ten times a second.
     """
     cell, execution = _running_cell()
-    earlier = [one for one in _OPENED if cell and one[0] == cell and one[1] != execution]
-    for one in earlier:
-        _OPENED.remove(one)
-        one[2].close()
+    earlier = [entry for entry in _OPENED if cell and entry[0] == cell and entry[1] != execution]
+    for entry in earlier:
+        _OPENED.remove(entry)
+        entry[2].close()
     if cell:
         _OPENED.append((cell, execution, opened))
 

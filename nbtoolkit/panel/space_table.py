@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,22 +10,21 @@ from dataclasses import dataclass, field
 import ipywidgets as w
 from yaml import YAMLError
 
-from nbtoolkit.config.yaml_source import dump, parse_settings, parse_value
+from nbtoolkit.config.yaml_source import parse_settings, parse_value
 from nbtoolkit.errors import ConfigError
-from nbtoolkit.panel.form import text_of
+from nbtoolkit.panel.form import FILE, replace_section
 from nbtoolkit.panel.widgets import (
     button,
+    close_widget,
     column,
-    html,
+    html_widget,
     labelled,
+    row_of,
     set_text,
     set_trait,
     show,
-    sign_button,
-    wrapped_row,
 )
 from nbtoolkit.study.parameter import expand
-from nbtoolkit.study.sweep_config import SweepConfig
 from nbtoolkit.text_table import shortened
 
 _RANGE = ("low", "high", "log")
@@ -71,7 +71,7 @@ def read_rows(text: str) -> tuple[list[ParameterRow], list[str]]:
     """Read the parameters of a space.
 
     Args:
-        text: its YAML; sections beside ``space`` are ignored.
+        text: the YAML of the form; sections beside ``space`` are ignored.
 
     Returns:
         The parameters as rows, and the names of those that the table cannot show.
@@ -79,44 +79,33 @@ def read_rows(text: str) -> tuple[list[ParameterRow], list[str]]:
     Raises:
         ConfigError: the text is not YAML, or not a mapping.
     """
-    rows = {
-        name: _row(name, value)
-        for name, value in _parameters(parse_settings(text, "space")).items()
-    }
+    rows = {name: _row(name, value) for name, value in _parameters(text).items()}
     without = [str(name) for name, row in rows.items() if row is None]
     return [row for row in rows.values() if row is not None], without
 
 
 def write_rows(text: str, rows: Sequence[ParameterRow]) -> str:
-    """Replace the parameters of a space that have a row; the others stay, comments are lost.
+    """Replace the parameters of a space that have a row; comments in the space are lost.
 
     Args:
         text: the YAML that :func:`read_rows` has read.
-        rows: the parameters; rows without a name are left out, and those whose name is a section of
-            a sweep's settings, as it may be while it is typed.
+        rows: the parameters; rows without a name are left out.
     """
-    document = parse_settings(text, "space")
-    old = _parameters(document)
+    old = _parameters(text)
     before = {name: _row(name, value) for name, value in old.items()}
     # An unchanged parameter keeps its notation: [a, b] instead of {type: categorical, ...}.
     new: dict[str, object] = {
         row.name: old[row.name] if row == before.get(row.name) else row.spec()
         for row in rows
-        if row.name and row.name not in SweepConfig.model_fields
+        if row.name
     }
     new |= {name: old[name] for name, row in before.items() if row is None}
-    document = {**document, "space": new} if _has_sections(document) else new
-    return dump(document) if document else ""
+    return replace_section(text, "space", new)
 
 
-def _has_sections(document: Mapping[str, object]) -> bool:
-    """Whether the space is a section of a sweep's settings, not the whole document."""
-    return bool(set(document) & set(SweepConfig.model_fields))
-
-
-def _parameters(document: Mapping[str, object]) -> Mapping[str, object]:
-    parameters = document.get("space") if _has_sections(document) else document
-    return parameters if isinstance(parameters, Mapping) else {}
+def _parameters(text: str) -> Mapping[str, object]:
+    space = parse_settings(text, FILE).get("space")
+    return space if isinstance(space, Mapping) else {}
 
 
 def _row(name: object, value: object) -> ParameterRow | None:
@@ -134,8 +123,15 @@ def _row(name: object, value: object) -> ParameterRow | None:
 
 
 def _flow(value: object) -> str:
-    """Format a value on one line."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else text_of(value)
+    """Format a value on one line, so that YAML reads the same value."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_flow, value))}]"
+    if not isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    with contextlib.suppress(YAMLError):
+        if parse_value(value) == value and not set(value) & set(",[]{}"):
+            return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _parsed(text: str) -> object:
@@ -168,12 +164,11 @@ class _RowWidgets:
             "values": labelled(w.Text, "values", {"width": "246px"}, placeholder="adamw, sgd"),
         }
         self.more: Mapping[str, object] = {}
-        remove = sign_button("remove", "Remove this parameter")
-        self.box = wrapped_row(*self.inputs.values(), remove, gap="0")
+        remove = button("Remove", "Remove this parameter", lambda: on_remove(self))
+        self.box = row_of(*self.inputs.values(), remove)
         for widget in self.inputs.values():
             widget.observe(lambda _: on_edit(), "value")
         self.inputs["kind"].observe(lambda _: self._arrange(), "value")
-        remove.on_click(lambda _: on_remove(self))
 
     @property
     def row(self) -> ParameterRow:
@@ -212,9 +207,8 @@ class SpaceTable:
         self._names: tuple[str, ...] = ()
         self.made: list[_RowWidgets] = []
         self.rows: list[_RowWidgets] = []
-        self.add = button("Add parameter", "A row for another parameter")
-        self.add.on_click(lambda _: self._show([*(row.row for row in self.rows), ParameterRow("")]))
-        self._body, self._note = column(), html()
+        self.add = button("Add parameter", "A row for another parameter", self._add)
+        self._body, self._note = column(), html_widget()
         self.root = column(self._body, self.add, self._note)
 
     def load(self, text: str) -> None:
@@ -234,6 +228,11 @@ class SpaceTable:
         set_text(self._note, note)
         self._show(rows)
 
+    def close(self) -> None:
+        """Close every row made so far."""
+        for widgets in self.made:
+            close_widget(widgets.box)
+
     def suggest(self, names: Sequence[str]) -> None:
         """Suggest names for the parameters."""
         self._names = tuple(names)
@@ -250,6 +249,9 @@ class SpaceTable:
             widgets.show(row)
         self._body.children = [widgets.box for widgets in self.rows]
         self._loading = False
+
+    def _add(self) -> None:
+        self._show([*(widgets.row for widgets in self.rows), ParameterRow("")])
 
     def _remove(self, removed: _RowWidgets) -> None:
         self._show([row.row for row in self.rows if row is not removed])

@@ -10,14 +10,14 @@ from functools import cached_property
 from html import escape
 from pathlib import Path, PosixPath
 
+from nbtoolkit.cards import Card, Part, Table, Text, Tiles, html
 from nbtoolkit.config.schema import flat_settings
 from nbtoolkit.errors import ReportFolderError
 from nbtoolkit.run.identity import decides_result
-from nbtoolkit.run.paths import EVENTS, KIND_NAMES, TRASH, RunPaths, age_key, write_whole
+from nbtoolkit.run.paths import EVENTS, KIND_NAMES, RunPaths, age_key, write_whole
 from nbtoolkit.text_table import counted, duration, metric_column, moment, shortened
-from nbtoolkit.views.chart import PALETTE, as_images
-from nbtoolkit.views.markup import alert, data_table, paragraph, tiles, view
-from nbtoolkit.views.page import page_html
+from nbtoolkit.views.chart import PALETTE
+from nbtoolkit.views.page import cards_of
 from nbtoolkit.views.run_cards import metric_charts, run_lines
 from nbtoolkit.views.state import State, read_state
 from nbtoolkit.views.text import (
@@ -151,8 +151,7 @@ def _runs(folder: Path, depth: int) -> Iterator[RunPaths]:
     except OSError:  # another user's
         return
     for entry in entries:
-        if entry.name != TRASH:
-            yield from _runs(Path(entry), depth - 1)
+        yield from _runs(Path(entry), depth - 1)
 
 
 # --- sections ---
@@ -164,17 +163,17 @@ class ReportSection:
 
     Attributes:
         title: its heading.
-        parts: its contents, as HTML; empty: there is nothing to show.
+        cards: its contents; empty: there is nothing to show.
     """
 
     title: str
-    parts: list[str] = field(default_factory=list)
+    cards: list[Card] = field(default_factory=list)
 
     def _repr_html_(self) -> str:
-        return as_images(view(*self.parts))
+        return html(self.cards)
 
     def __repr__(self) -> str:
-        return f"ReportSection({self.title!r}, {counted(len(self.parts), 'part')})"
+        return f"ReportSection({self.title!r}, {counted(len(self.cards), 'card')})"
 
 
 class RunsReport:
@@ -192,23 +191,23 @@ class RunsReport:
     def sections(self) -> list[ReportSection]:
         """The sections that have contents, in the order of the page."""
         sections = [self.overview, *self.pages, self.comparison]
-        return [section for section in sections if section.parts]
+        return [section for section in sections if section.cards]
 
     @cached_property
     def overview(self) -> ReportSection:
         """All runs in one table; below, what is wrong with those that did not complete."""
         runs = self.runs
         if not runs:
-            return ReportSection("Runs", [paragraph("There are no runs in this folder.")])
+            return ReportSection("Runs", [Card("", [Text("There are no runs in this folder.")])])
         values = [final_values(run) for run in runs]
-        counts = Counter(name for one in values for name in one)
+        counts = Counter(name for numbers in values for name in numbers)
         ranked = sorted(counts, key=lambda name: (not name.startswith("val_"), -counts[name]))
         metrics = ranked[:_METRICS]
         columns = [
             [label(run) for run in runs],
             [KIND_NAMES[run.kind] for run in runs],
             [status_of(run) for run in runs],
-            *(metric_column([one.get(name) for one in values]) for name in metrics),
+            *(metric_column([numbers.get(name) for numbers in values]) for name in metrics),
             [_took(run) for run in runs],
             [shortened(devices_of(run.plan), 32) for run in runs],
             [moment(run.first_began) for run in runs],
@@ -216,19 +215,19 @@ class RunsReport:
         names = [shortened(metric, 28) for metric in metrics]
         header = ["run", "what", "status", *names, "took", "device", "began (UTC)"]
         problems = [
-            alert(f"{label(run)}: {shortened(text, 300)}")
+            Text(f"{label(run)}: {shortened(text, 300)}", "alert")
             for run in runs
             for text in (explanation(run), error_of(run))
             if text
         ]
-        table = data_table(header, [*zip(*columns, strict=True)])
-        return ReportSection("Runs", [table, *problems])
+        table = Table(header, [*zip(*columns, strict=True)])
+        return ReportSection("Runs", [Card("", [table, *problems], span=4)])
 
     @cached_property
     def pages(self) -> list[ReportSection]:
         """The pages of the newest eight runs, sweeps and cross-validations, newest first."""
         newest = reversed(self.runs[-PAGES:])
-        return [ReportSection(label(run), [page_html(run)]) for run in newest]
+        return [ReportSection(label(run), [*cards_of(run).values()]) for run in newest]
 
     @cached_property
     def comparison(self) -> ReportSection:
@@ -237,8 +236,7 @@ class RunsReport:
         compared = single[-len(PALETTE) :]
         if len(compared) < 2:
             return ReportSection("Comparison")
-        few = f"The newest {len(compared)} of {len(single)} runs."
-        parts = [paragraph(few)] if len(compared) < len(single) else []
+        few = f"the newest {len(compared)} of {len(single)} runs"
         labels = [label(run) for run in compared]
         pictures = metric_charts(
             [
@@ -248,12 +246,14 @@ class RunsReport:
             ],
             "step",
         )
-        parts += [tiles(pictures, 300)] if pictures else []
         rows = differing([flat_settings(run.config) for run in compared])
         rows.sort(key=lambda row: not decides_result(row[0], compared[-1].config))
-        equal = paragraph("The settings of all these runs are equal.")
-        parts.append(data_table(["setting", *labels], rows) if rows else equal)
-        return ReportSection("Comparison", parts)
+        equal = Text("The settings of all these runs are equal.")
+        table = Table(["setting", *labels], rows) if rows else equal
+        parts: list[Part] = [Tiles(pictures, 300)] if pictures else []
+        note = few if len(compared) < len(single) else ""
+        card = Card("Single runs", [*parts, table], span=4, note=note)
+        return ReportSection("Comparison", [card])
 
     def _repr_html_(self) -> str:
         return "".join(
@@ -290,7 +290,7 @@ def page(title: str, subtitle: str, sections: Sequence[ReportSection]) -> str:
         for number, section in enumerate(sections)
     )
     body = "".join(
-        f'<h2 id="part{number}">{escape(section.title)}</h2>{view(*section.parts)}'
+        f'<h2 id="part{number}">{escape(section.title)}</h2>{html(section.cards, images=False)}'
         for number, section in enumerate(sections)
     )
     return f"""<!DOCTYPE html>

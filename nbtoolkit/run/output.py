@@ -6,14 +6,12 @@ import codecs
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, cast
 
-from nbtoolkit.environment.installed import install_line
-from nbtoolkit.errors import LaunchError, MissingExtra
+from nbtoolkit.errors import LaunchError
 from nbtoolkit.host import front_end, in_kernel
 from nbtoolkit.run.events import Event, NoteAdded, RunStarted, StopRequested
 from nbtoolkit.run.paths import RunPaths
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from nbtoolkit.views.figure import Chart
 
 
-Display = Literal["auto", "widgets", "text", "off"]
+Display = Literal["auto", "html", "text", "off"]
 
 # Characters shown per run: browsers can still scroll it, and papermill can still save it.
 MAX_BYTES = 200_000
@@ -80,17 +78,9 @@ class CellOutput:
         self._in_error = False
         self._bar = False
         self._bar_at = 0.0
-        self._write: Callable[[str], object] | None = None
 
     def open(self, *, waits: bool) -> None:
         """Do nothing: :meth:`pump` prints."""
-
-    def redirect(self, write: Callable[[str], object]) -> None:
-        """Print with ``write`` from now on: nbtoolkit's own bar is on the terminal's last line.
-
-        Then rank 0's bars are printed as lines, in their last state.
-        """
-        self._write = write
 
     def leave_log(self) -> None:
         """Print no line of rank 0 from now on: the page in the cell has a card for them."""
@@ -178,8 +168,7 @@ class CellOutput:
         """Show the last state of an unfinished progress bar, at most once a second."""
         now = time.monotonic()
         if (
-            self._write is not None
-            or not self._rest.startswith("\r")
+            not self._rest.startswith("\r")
             or now - self._bar_at < _BAR_SECONDS
             or self._shown > MAX_BYTES
         ):
@@ -190,7 +179,7 @@ class CellOutput:
     def _print(self, text: str) -> None:
         if self._on:
             self._shown += len(text)
-            (self._write or to_stdout)(text)
+            to_stdout(text)
 
 
 def to_stdout(text: str, *, flush: bool = False) -> None:
@@ -219,10 +208,6 @@ def _last_state(text: str) -> str:
 # --- choice of a display ---
 
 
-Shape = Literal["widgets", "html", "minutes", "bar", "lines", "off"]
-"""``"html"``: HTML that a thread replaces; ``"minutes"``: one line per minute."""
-
-
 @dataclass(frozen=True)
 class DisplayFacts:
     """What this process can display on.
@@ -230,22 +215,25 @@ class DisplayFacts:
     Attributes:
         kernel: whether this is a Jupyter kernel.
         front_end: whether an interactive front end sent the cell; None: unknown.
-        widgets: whether ipywidgets is installed.
-        terminal: whether stderr is a terminal.
     """
 
     kernel: bool = False
     front_end: bool | None = None
-    widgets: bool = False
-    terminal: bool = False
 
 
 @dataclass(frozen=True)
 class Screen:
-    """The chosen display, and the reason."""
+    """The chosen display.
 
-    shape: Shape
+    Attributes:
+        shape: a page in the cell, lines of text, or nothing.
+        reason: for the choice.
+        in_notebook: whether there is a cell that can store a page.
+    """
+
+    shape: Literal["html", "lines", "off"]
     reason: str
+    in_notebook: bool = False
 
 
 def choose_screen(display: Display, facts: DisplayFacts) -> Screen:
@@ -256,54 +244,39 @@ def choose_screen(display: Display, facts: DisplayFacts) -> Screen:
         facts: what is available.
 
     Raises:
-        LaunchError: widgets outside a notebook.
-        MissingExtra: widgets without ipywidgets.
+        LaunchError: a page outside a notebook.
     """
     if display == "off":
         return Screen("off", 'display="off"')
     if display == "text":
-        return Screen("lines", 'display="text"')
-    if display == "widgets":
-        _check_widgets(facts)
-        return Screen("widgets", 'display="widgets"')
+        return Screen("lines", 'display="text"', facts.kernel)
+    if display == "html":
+        if not facts.kernel:
+            raise LaunchError(
+                'display="html" was asked for outside a notebook',
+                allowed='"auto", "text", "off"',
+                do='omit display: "auto" shows lines here',
+            )
+        return Screen("html", 'display="html"', in_notebook=True)
     if not facts.kernel:
-        if facts.terminal:
-            return Screen("bar", "a terminal")
-        return Screen("lines", "neither a notebook nor a terminal")
+        return Screen("lines", "no notebook")
     if facts.front_end is False:
-        return Screen("minutes", "a notebook run in the background (papermill, nbclient, nbval)")
-    if facts.widgets:
-        return Screen("widgets", "a notebook, and ipywidgets is installed")
-    return Screen("html", f"a notebook without ipywidgets ({install_line('panel')})")
-
-
-def _check_widgets(facts: DisplayFacts) -> None:
-    if not facts.kernel:
-        raise LaunchError(
-            'display="widgets" was asked for outside a notebook',
-            allowed='"auto", "text", "off"',
-            do='omit display: "auto" shows a bar in a terminal, and lines elsewhere',
-        )
-    if not facts.widgets:
-        raise MissingExtra('display="widgets" needs ipywidgets', do=install_line("panel"))
+        reason = "a notebook run in the background (papermill, nbclient, nbval)"
+        return Screen("lines", reason, in_notebook=True)
+    return Screen("html", "a notebook", in_notebook=True)
 
 
 def find_display() -> DisplayFacts:
     """Find out what this process can display on; imports nothing."""
     kernel = in_kernel(sys.modules)
-    return DisplayFacts(
-        kernel=kernel,
-        front_end=front_end(sys.modules) if kernel else None,
-        widgets=find_spec("ipywidgets") is not None,
-        terminal=sys.stderr is not None and sys.stderr.isatty(),
-    )
+    return DisplayFacts(kernel=kernel, front_end=front_end(sys.modules) if kernel else None)
 
 
 # --- displays ---
 
 
 class Displays(Protocol):
-    """The functions of ``nbtoolkit.views.live``."""
+    """The functions of ``nbtoolkit.views.watch``."""
 
     def show(
         self,
@@ -324,8 +297,8 @@ class Displays(Protocol):
 
 
 def displays() -> Displays:
-    """``nbtoolkit.views.live``, imported by name: imports point from views to run."""
-    return cast("Displays", import_module("nbtoolkit.views.live"))
+    """``nbtoolkit.views.watch``, imported by name: imports point from views to run."""
+    return cast("Displays", import_module("nbtoolkit.views.watch"))
 
 
 Curves: TypeAlias = Mapping[tuple[str, str], Mapping[str, list[tuple[float, float]]]]

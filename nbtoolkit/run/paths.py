@@ -15,7 +15,6 @@ checkpoints/                              written by ctx.save and fit
 predictor.pkl                             the model of a fold (pickled: load only your own runs)
 samples/rank-<rank>.jsonl                 the samples of each step (tracking.record_samples)
 error.pkl                                 the exception that ended a failed run (pickled)
-annotations.json                          the user's title and notes (views/runs.py)
 
 The folder of a search also has sweep.yaml, study.jsonl and trials/<number>/, or folds/<number>/
 and folds.json (docs/sweep.md); each trial and fold is the folder of a run.
@@ -395,10 +394,6 @@ def read_or_empty(path: Path) -> dict[str, object]:
 
 
 Status = Literal["completed", "pruned", "stopped", "deadline"]
-
-
-TRASH = ".trash"
-"""The folder below an output folder to which runs are moved that a user deletes."""
 
 
 def runs_in(output_dir: str | os.PathLike[str]) -> list[RunPaths]:

@@ -135,10 +135,9 @@ def sweep(
             outlives this process.
         wait: False returns a :class:`~nbtoolkit.search.sweep_result.SweepHandle` at once.
         detach: whether the sweep outlives this process; see :func:`nbtoolkit.attach`.
-        display: how to show the progress. ``"auto"``: a live table in a notebook, one line per
-            minute under papermill, a bar in a terminal, one line per trial elsewhere.
-            ``"widgets"``: a live table with ipywidgets. ``"text"``: one line per trial. ``"off"``:
-            nothing.
+        display: how to show the progress. ``"html"``: a live page in the cell. ``"text"``: a line
+            per trial that ends, and one per minute. ``"auto"``: the page in a notebook, lines
+            elsewhere and under papermill, which also gets the page at the end. ``"off"``: nothing.
         on_event: called with each event of the sweep while this process waits for the sweep.
 
     Returns:
@@ -267,7 +266,7 @@ def _shown(
     since: float = 0.0,
 ) -> RunDisplay:
     table = SweepTable.of(sweep_config, deadline=deadline)
-    lines = TableLines(table, screen.shape, since=since)
+    lines = TableLines(table, screen, since=since)
     return displays().show(lines, paths, screen, deadline=deadline)
 
 

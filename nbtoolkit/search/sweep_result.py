@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -19,11 +18,11 @@ from nbtoolkit.launcher.run_result import result_of
 from nbtoolkit.run.attempts import run_config
 from nbtoolkit.run.events import Event, EventReader, NoteAdded, StopRequested, TrialChanged
 from nbtoolkit.run.messages import SearchCommand
-from nbtoolkit.run.output import MAX_BYTES, Shape, charts, to_stdout
+from nbtoolkit.run.output import MAX_BYTES, Screen, charts, displays, to_stdout
 from nbtoolkit.run.paths import RunPaths, Status, reading, write_json, write_whole
 from nbtoolkit.study.importance import importance
 from nbtoolkit.study.sweep_config import SweepConfig
-from nbtoolkit.study.table import ENDED, EventTable, SweepTable
+from nbtoolkit.study.table import ENDED, EventTable
 
 if TYPE_CHECKING:
     import optuna
@@ -197,9 +196,7 @@ class SweepResult:
         return f"SweepResult({self.status}, best={best}, {self.paths.folder}{shared})"
 
     def _repr_html_(self) -> str:
-        table = SweepTable.of(self.sweep_config)
-        table.read(self._events())
-        return f"{table.html()}<p>{html.escape(str(self.paths.folder))}</p>"
+        return displays().static(self.paths)
 
 
 def read_sweep_config(folder: Path) -> SweepConfig:
@@ -221,20 +218,15 @@ class TableLines:
 
     Args:
         table: receives the events.
-        shape: with ``"lines"`` and ``"bar"``, each finished trial or fold gets a line, with
-            ``"lines"`` the end, too. ``"off"`` prints nothing, any other shape notes only.
+        screen: ``"lines"`` prints each trial or fold that ends, ``"html"`` notes only, and
+            ``"off"`` nothing.
         since: unix seconds; earlier events belong to earlier sessions and are not printed again.
     """
 
-    def __init__(self, table: EventTable, shape: Shape, *, since: float = 0.0) -> None:
-        self.table, self._on, self._since = table, shape != "off", since
-        self._each, self._sums_up = shape in ("lines", "bar"), shape == "lines"
+    def __init__(self, table: EventTable, screen: Screen, *, since: float = 0.0) -> None:
+        self.table, self._since = table, since
+        self._on, self._each = screen.shape != "off", screen.shape == "lines"
         self._written = 0
-        self._write: Callable[[str], object] | None = None
-
-    def redirect(self, write: Callable[[str], object]) -> None:
-        """Print lines with ``write`` from now on: a progress bar owns the terminal's last line."""
-        self._write = write
 
     def open(self, *, waits: bool) -> None:
         """Do nothing: lines are printed as events arrive."""
@@ -255,21 +247,15 @@ class TableLines:
         """Print a line."""
         if self._on and self._written <= MAX_BYTES:
             self._written += len(text)
-            self._print(text)
+            to_stdout(text + "\n")
 
     def pump(self) -> None:
         """Do nothing: lines are printed as events arrive."""
 
     def close(self) -> None:
-        """Print the summary."""
-        if self._sums_up:
-            self._print(self.table.summary())
-            self._sums_up = False
+        """Show what is still buffered."""
         if self._on:
             to_stdout("", flush=True)
-
-    def _print(self, text: str) -> None:
-        (self._write or to_stdout)(text + "\n")
 
 
 # --- handle ---

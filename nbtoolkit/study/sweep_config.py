@@ -26,7 +26,7 @@ from nbtoolkit.config.fields import (
     Seed,
     Text,
 )
-from nbtoolkit.config.layers import file_layer, merge
+from nbtoolkit.config.layers import Overrides, file_layer, merge, override_layer
 from nbtoolkit.config.schema import Config
 from nbtoolkit.config.section import Auto, Section
 from nbtoolkit.config.validation import Direction, direction_of, fields, mistakes, resolve
@@ -211,6 +211,7 @@ def load_sweep_config(
     n_trials: int | None = None,
     timeout: float | str | None = None,
     folds: int | None = None,
+    overrides: Overrides | None = None,
 ) -> SweepConfig:
     """Load and check the configuration of a sweep.
 
@@ -221,6 +222,8 @@ def load_sweep_config(
         n_trials: replaces ``budget.n_trials``.
         timeout: seconds, or a text such as ``"2h"``; replaces ``budget.timeout``.
         folds: replaces ``folds.k``.
+        overrides: more settings that replace those of ``source``, by dotted name, or strings such
+            as ``"study.sampler=random"``.
 
     Returns:
         The configuration, with metric, direction, pruner and space resolved.
@@ -232,7 +235,7 @@ def load_sweep_config(
     """
     layer = _dict_layer(source) if isinstance(source, Mapping) else file_layer(source)
     layer = _with_sections(translate_names(layer))
-    layer = merge([layer, _call_layer(n_trials, timeout, folds)])
+    layer = merge([layer, override_layer(overrides), _call_layer(n_trials, timeout, folds)])
     try:
         sweep_config = SweepConfig.model_validate(layer.values)
     except ValidationError as error:

@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from html import escape
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from nbtoolkit.cards import Card, Text, html
+from nbtoolkit.cards import Table as CardTable
 from nbtoolkit.run.kept_answers import answer_key, answers_file, kept_answer, read_answers
 from nbtoolkit.run.paths import exclusive, write_json
-from nbtoolkit.text_table import html_columns, text_columns
+from nbtoolkit.text_table import text_columns
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
@@ -33,11 +34,14 @@ class Table:
         """What the table says, in a line."""
         raise NotImplementedError
 
+    def _card(self) -> Card:
+        return Card("", [CardTable(*self.columns()), Text(self.why)], span=4)
+
     def __repr__(self) -> str:
         return f"{text_columns(*self.columns())}\n{self.why}"
 
     def _repr_html_(self) -> str:
-        return f"{html_columns(*self.columns())}<p>{escape(self.why)}</p>"
+        return html([self._card()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,7 @@ class FinderResult(Table):
 
     def _repr_html_(self) -> str:
         drawn = self.plot()
-        return super()._repr_html_() + (drawn._repr_html_() if drawn else "")
+        return html([self._card(), *(drawn.cards if drawn else [])])
 
     @property
     def cost(self) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.errors import RunFileError, TuningError, some_names
 from nbtoolkit.run.events import EventReader, RunStarted
-from nbtoolkit.run.paths import TRASH, reading
+from nbtoolkit.run.paths import reading
 from nbtoolkit.text_table import counted
 from nbtoolkit.tuning.answer import Table
 
@@ -184,14 +184,14 @@ def _read_all(folder: Path) -> tuple[list[AttemptSpan], list[str]]:
         if "events.jsonl" not in files:
             continue
         place = Path(parent).relative_to(folder)
-        run = "/".join(part for part in place.parts if part != TRASH)
+        run = str(place)
         try:
             read = _read_run(Path(parent) / "events.jsonl", run)
         except RunFileError:
             skipped.append(str(place))
             continue
         for span in read:
-            # A run in the trash may have been unpacked again: of two copies the longer counts.
+            # Of two copies the longer counts.
             key = span.run, span.attempt, span.week
             if key not in spans or span.end > spans[key].end:
                 spans[key] = span
@@ -199,7 +199,7 @@ def _read_all(folder: Path) -> tuple[list[AttemptSpan], list[str]]:
 
 
 def _may_hold_runs(name: str) -> bool:
-    return name == TRASH or not (name in _NO_RUNS or name.startswith("."))
+    return not (name in _NO_RUNS or name.startswith("."))
 
 
 def _read_run(events: Path, run: str) -> list[AttemptSpan]:

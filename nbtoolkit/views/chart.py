@@ -1,33 +1,26 @@
-"""Draw charts as SVG and HTML without scripts, for panel, live view, report and saved notebooks.
+"""Draw charts as pictures for panel, live view, report and saved notebooks.
 
 Text takes the colour of its surroundings. Lines and marks have colours by state, with a contrast of
 at least 3 on white, #111111 and #1e1e1e (https://www.w3.org/TR/WCAG21/#non-text-contrast), so both
 read well in light and in dark themes. A chart fills the width of its card and scales with it.
-
-A widget and the report's file contain the SVG. What a notebook stores goes through
-:func:`as_images`.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 from typing import Literal, TypeAlias, TypeVar
 
+from nbtoolkit.cards import ENDED, FONT_SIZE, RUNNING, Part, Picture, Text
 from nbtoolkit.text_table import duration, shortened
 
 _T = TypeVar("_T")
 
 Points: TypeAlias = list[tuple[float, float]]
 """Positions and values."""
-
-RUNNING, ENDED, BEST, FAILED = "#2a7fc9", "#7d7d7d", "#d55e00", "#dc3a3a"
-"""Colours by state. What is failed also has a sign and a word."""
 
 PALETTE = (RUNNING, "#009e73", "#8a63d2", "#a07800", "#c44e9b", "#0f8f9f", "#b5651d")
 """Colours of compared runs, in the order in which they were chosen; none means the best."""
@@ -36,7 +29,6 @@ Mark = Literal["line", "dashed", "steps", "dots", "crosses", "ring"]
 
 _SIZE = (330, 180)  # units of a view box; a card is 300 to 500 pixels wide
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 8, 32  # margins for ticks and names
-_FONT = 11
 _NAME = 40  # characters of a name
 _MOST = 400  # points of a series: a chart shows no more
 
@@ -90,7 +82,7 @@ def chart(
     y: Axis = Axis(),
     legend: bool = False,
     size: tuple[int, int] = _SIZE,
-) -> str:
+) -> Part:
     """Draw several series; a sentence where there are no points.
 
     Args:
@@ -104,10 +96,10 @@ def chart(
     drawn = [(line, _finite(line)) for line in series]
     drawn = [(line, points) for line, points in drawn if points]
     if not drawn:
-        return '<div style="opacity:0.75">Nothing yet.</div>'
+        return Text("Nothing yet.", "faint")
     positions = [step for _, points in drawn for step, _, _ in points]
     values = [value for _, points in drawn for _, value, _ in points]
-    bottom = _BOTTOM if x.label else _BOTTOM - _FONT
+    bottom = _BOTTOM if x.label else _BOTTOM - FONT_SIZE
     across = _Scale.of(x, positions, _LEFT, width - _RIGHT)
     up = _Scale.of(y, values, height - bottom, _TOP)
     entries: dict[tuple[str, str], list[Series]] = {}
@@ -117,11 +109,8 @@ def chart(
     label = f"{y.label or 'value'} by {x.label or 'step'}: "
     label += "; ".join(described[-len(PALETTE) :])
     shapes = "".join(_shape(line, points, across, up) for line, points in drawn)
-    below = "".join(_legend(lines[-1]) for lines in entries.values()) if legend else ""
-    scaled = f"display:block;width:100%;height:auto;max-height:{height * 5 // 4}px"
-    return _svg(label, size, scaled, "".join(_axes(across, up)) + shapes) + (
-        f'<div style="font-size:11px;line-height:1.5">{below}</div>' if below else ""
-    )
+    named = [_legend(lines[-1]) for lines in entries.values()] if legend else []
+    return Picture(label, "".join(_axes(across, up)) + shapes, size, named)
 
 
 def _described(lines: Sequence[Series]) -> str:
@@ -137,55 +126,6 @@ def _described(lines: Sequence[Series]) -> str:
         return f"{name} from {values[0]:.4g} to {values[-1]:.4g}"
     count = len(points) if mark in ("dots", "ring") else len(lines)
     return f"{count} {name} between {min(values):.4g} and {max(values):.4g}"
-
-
-def _svg(label: str, size: tuple[int, int], style: str, inside: str) -> str:
-    """Render shapes as a picture; ``label``: the same in words; ``style``: of the element."""
-    return (
-        f'<svg role="img" aria-label="{escape(label, quote=True)}" '
-        f'viewBox="0 0 {size[0]} {size[1]}" style="{style}" font-size="{_FONT}" '
-        f'fill="currentColor">{inside}</svg>'
-    )
-
-
-# --- pictures for what a notebook stores ---
-
-_DRAWN = re.compile(
-    r'<svg role="img" aria-label="(?P<alt>[^"]*)" viewBox="0 0 (?P<width>\d+) (?P<height>\d+)" '
-    r'style="(?P<style>[^"]*)"[^>]*>(?P<inside>.*?)</svg>',
-    re.DOTALL,
-)
-_TITLE = re.compile(r"<title>.*?</title>", re.DOTALL)
-
-# Of texts and axes in an image, which inherits no colour. The contrast is 4.5 on white (WCAG AA for
-# text) and 4.2 on the ground of JupyterLab's dark theme. CSS's prefers-color-scheme would not help:
-# it is the system's, and a notebook's theme often differs from it.
-_GREY = "#767676"
-
-
-def as_images(html: str) -> str:
-    """Replace the SVG of each chart by an ``<img>``, for an output that a notebook stores.
-
-    In a notebook that is not trusted, as each one from somebody else, JupyterLab removes all
-    elements of SVG and leaves their texts. It shows an image whose address contains it.
-    """
-    return _DRAWN.sub(_image, html)
-
-
-def _image(drawn: re.Match[str]) -> str:
-    width, height = drawn["width"], drawn["height"]
-    # A browser shows no titles in an image.
-    inside = _TITLE.sub("", drawn["inside"])
-    svg = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" font-family="sans-serif" font-size="{_FONT}" '
-        f'color="{_GREY}" fill="currentColor">{inside}</svg>'
-    )
-    source = b64encode(svg.encode()).decode()
-    return (
-        f'<img alt="{drawn["alt"]}" width="{width}" height="{height}" style="{drawn["style"]}" '
-        f'src="data:image/svg+xml;base64,{source}">'
-    )
 
 
 # --- scales ---
@@ -351,12 +291,8 @@ _SIGNS: dict[Mark, str] = {
 }  # fmt: skip
 
 
-def _legend(series: Series) -> str:
-    return (
-        f'<span style="margin-right:12px;white-space:nowrap"><span aria-hidden="true" '
-        f'style="color:{series.colour};font-weight:700">{_SIGNS[series.mark]}</span> '
-        f"{escape(shortened(series.name, _NAME))}</span>"
-    )
+def _legend(series: Series) -> tuple[str, str, str]:
+    return series.colour, _SIGNS[series.mark], shortened(series.name, _NAME)
 
 
 # --- sparklines ---
@@ -364,8 +300,8 @@ def _legend(series: Series) -> str:
 _SPARK = (90, 18)  # pixels
 
 
-def sparkline(points: Points, label: str) -> str:
-    """Draw values from 0 to 1 as a small curve without axes, of fixed size; empty below two points.
+def sparkline(points: Points, label: str) -> Picture | None:
+    """Draw values from 0 to 1 as a small curve without axes, of fixed size; None below two points.
 
     Args:
         points: positions and values.
@@ -374,18 +310,18 @@ def sparkline(points: Points, label: str) -> str:
     line = Series(label, points, colour=RUNNING)
     found = _finite(line)
     if len(found) < 2:
-        return ""
+        return None
     width, height = _SPARK
     across = _Scale.of(Axis(), [step for step, _, _ in found], 3, width - 3)
     up = _Scale.of(Axis(low=0, high=1), [], height - 3, 3)
-    size = f"width:{width}px;height:{height}px"
-    return _svg(label, _SPARK, size, _shape(line, found, across, up))
+    return Picture(label, _shape(line, found, across, up), _SPARK, scales=False)
 
 
 # --- timeline ---
 
-_NARROW = 200  # pixels of a timeline in the narrowest card
-_DIGIT = 8  # pixels
+_ROW = 20  # units of a row's height
+_BAR = 16  # units of a bar's height
+_DIGIT = 7  # units of a character
 
 
 @dataclass(frozen=True)
@@ -399,37 +335,42 @@ class Span:
     colour: str = ENDED
 
 
-def timeline(rows: Mapping[str, Sequence[Span]], begin: float, end: float) -> str:
+def timeline(rows: Mapping[str, Sequence[Span]], begin: float, end: float) -> Picture | None:
     """Show what each worker does over time; a gap in a row is time without work.
-
-    It is HTML, so that its text has the size of the card's, however narrow that is.
 
     Args:
         rows: each worker's bars.
         begin: seconds at the left edge.
         end: seconds at the right edge.
+
+    Returns:
+        The picture; None: there is nothing to show.
     """
     if not rows or not end > begin:
-        return ""
+        return None
+    width = _SIZE[0]
+    across = _Scale.of(Axis(low=begin, high=end), [], _LEFT, width - _RIGHT)
+    shapes = []
+    for index, (name, spans) in enumerate(rows.items()):
+        top = index * _ROW
+        shapes.append(f'<text x="0" y="{top + 12}">{escape(shortened(name, 8))}</text>')
+        shapes += [_span(span, across, top) for span in spans]
+    bottom = len(rows) * _ROW + 10
+    shapes.append(f'<text x="{_LEFT}" y="{bottom}">0 s</text>')
+    took = duration(end - begin)
+    shapes.append(f'<text x="{width - _RIGHT}" y="{bottom}" text-anchor="end">{took}</text>')
+    label = f"what {len(rows)} workers did over {took}"
+    return Picture(label, "".join(shapes), (width, bottom + 4))
 
-    def bar(span: Span) -> str:
-        left, width = (span.begin - begin) / (end - begin), (span.end - span.begin) / (end - begin)
-        style = (
-            f"position:absolute;left:{left:.2%};width:calc({width:.2%} - 1px);min-width:1px;"
-            f"height:16px;background:{span.colour}8c;text-align:center"
-        )
-        label = escape(span.label) if _NARROW * width > _DIGIT * len(span.label) else ""
-        return f'<div title="{escape(span.title, quote=True)}" style="{style}">{label}</div>'
 
-    lines = [
-        f"<span>{escape(shortened(name, 9))}</span>"
-        f'<div style="position:relative;height:16px">{"".join(map(bar, spans))}</div>'
-        for name, spans in rows.items()
-    ]
-    scale = f"<span>0 s</span><span>{duration(end - begin)}</span>"
-    style = "display:grid;grid-template-columns:max-content 1fr;gap:4px 8px;line-height:16px"
+def _span(span: Span, across: _Scale, top: int) -> str:
+    left, right = across.at(span.begin), across.at(span.end)
+    width = max(right - left - 1, 1)
+    label = ""
+    if width > _DIGIT * len(span.label):
+        at = f'x="{left + width / 2:.1f}" y="{top + 12}" text-anchor="middle"'
+        label = f"<text {at}>{escape(span.label)}</text>"
     return (
-        f'<div role="img" aria-label="what {len(rows)} workers did over {duration(end - begin)}" '
-        f'style="{style}">{"".join(lines)}<span></span>'
-        f'<div style="display:flex;justify-content:space-between">{scale}</div></div>'
+        f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" fill="{span.colour}" '
+        f'fill-opacity="0.55">{_title(span.title)}</rect>{label}'
     )

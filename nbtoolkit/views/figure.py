@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from nbtoolkit.cards import RUNNING, Card, Part, Picture, Table, Text, Tiles, html, svg_file
 from nbtoolkit.errors import ReportFolderError
 from nbtoolkit.run.output import Curves
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.study.importance import Importance
 from nbtoolkit.text_table import shortened
-from nbtoolkit.views.chart import PALETTE, RUNNING, Axis, Series, as_images, chart
-from nbtoolkit.views.markup import data_table, paragraph, view
-from nbtoolkit.views.page import regions
+from nbtoolkit.views.chart import PALETTE, Axis, Series, chart
+from nbtoolkit.views.page import cards_of
 from nbtoolkit.views.state import read_state
-
-_SVG = re.compile(r'<svg[^>]* viewBox="0 0 (\d+) (\d+)"[^>]*>(.*?)</svg>', re.DOTALL)
-_WIDTHS = {"slices": 1100}  # pixels; a single chart has 560
 
 
 class Chart:
@@ -26,11 +23,16 @@ class Chart:
 
     Attributes:
         title: what it shows.
-        html: HTML with SVG, without scripts; a cell shows its charts as images.
+        cards: its contents.
     """
 
-    def __init__(self, title: str, html: str) -> None:
-        self.title, self.html = title, html
+    def __init__(self, title: str, cards: Sequence[Card]) -> None:
+        self.title, self.cards = title, cards
+
+    @property
+    def html(self) -> str:
+        """HTML with SVG, without scripts."""
+        return html(self.cards, images=False)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the chart to a file.
@@ -65,31 +67,34 @@ class Chart:
 
     def _svg(self) -> str:
         """The charts below each other in one image."""
-        top, parts = 0, []
-        for width, height, shapes in _SVG.findall(self.html):
-            size = f'width="{width}" height="{height}"'
-            parts.append(f'<svg y="{top}" {size} viewBox="0 0 {width} {height}">{shapes}</svg>')
-            top += int(height) + 8
-        opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 440 {top or 1}"'
-        return f'{opening} font-family="sans-serif" font-size="11">{"".join(parts)}</svg>'
+        return svg_file([picture for card in self.cards for picture in _pictures(card.parts)])
 
     def _repr_html_(self) -> str:
-        return as_images(self.html)
+        return html(self.cards)
 
     def __repr__(self) -> str:
         return f"Chart({self.title!r})"
 
 
+def _pictures(parts: Sequence[Part]) -> list[Picture]:
+    pictures = []
+    for part in parts:
+        if isinstance(part, Picture):
+            pictures.append(part)
+        elif isinstance(part, Tiles):
+            for group in part.groups:
+                pictures += _pictures(group)
+    return pictures
+
+
 # --- the functions that nbtoolkit.run.output.charts() finds here ---
 
 
-def result_chart(paths: RunPaths, region: str) -> Chart:
-    """Draw one region of a result's page: ``"history"``, ``"curves"`` or ``"slices"``."""
-    card = regions(read_state(paths.folder), only=[region]).get(region) or paragraph(
-        "There is nothing to draw."
-    )
-    style = f"max-width:{_WIDTHS.get(region, 560)}px"
-    return Chart(f"{region} of {paths.run_id}", view(f'<div style="{style}">{card}</div>'))
+def result_chart(paths: RunPaths, name: str) -> Chart:
+    """Draw one card of a result's page: ``"history"``, ``"curves"`` or ``"slices"``."""
+    nothing = Card("", [Text("There is nothing to draw.")])
+    card = cards_of(read_state(paths.folder), only=[name]).get(name, nothing)
+    return Chart(f"{name} of {paths.run_id}", [card])
 
 
 def importance_chart(importance: Importance, metric: str) -> Chart:
@@ -106,10 +111,8 @@ def importance_chart(importance: Importance, metric: str) -> Chart:
         size=(max(330, 80 * len(shares)), 180),
     )
     rows = [[name, f"{share.value:.2f}"] for name, share in zip(names, shares, strict=True)]
-    table = data_table(["parameter", "share"], rows)
-    notes = "".join(map(paragraph, importance.notes()))
-    inside = f"{paragraph(title)}{drawn}{table}{notes}"
-    return Chart(title, view(f'<div style="max-width:560px">{inside}</div>'))
+    notes = [Text(note) for note in importance.notes()]
+    return Chart(title, [Card(title, [drawn, Table(["parameter", "share"], rows), *notes])])
 
 
 def curves_chart(title: str, curves: Curves) -> Chart:
@@ -119,16 +122,15 @@ def curves_chart(title: str, curves: Curves) -> Chart:
         title: what they show.
         curves: names of the two axes of a picture -> the name of each of its curves -> its points.
     """
-    parts = []
+    pictures: list[Part] = []
     for (x, y), named in curves.items():
         series = [
             Series(name, points, colour=PALETTE[index % len(PALETTE)])
             for index, (name, points) in enumerate(named.items())
         ]
-        points = [point for one in named.values() for point in one]
-        across = [position for position, _ in points]
+        across = [position for points in named.values() for position, _ in points]
         log = max(across) > 50 * min(across)
-        parts.append(
+        pictures.append(
             chart(
                 series,
                 x=Axis(x, log=log, integer=not log),
@@ -136,5 +138,4 @@ def curves_chart(title: str, curves: Curves) -> Chart:
                 legend=True,
             )
         )
-    inside = "".join(parts) or paragraph("There is nothing to draw.")
-    return Chart(title, view(f'<div style="max-width:560px">{inside}</div>'))
+    return Chart(title, [Card("", pictures or [Text("There is nothing to draw.")])])

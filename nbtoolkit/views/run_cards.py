@@ -5,21 +5,29 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from itertools import cycle
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from nbtoolkit.cards import (
+    BEST,
+    ENDED,
+    FAILED,
+    RUNNING,
+    Card,
+    Line,
+    Part,
+    Properties,
+    Table,
+    Text,
+    Tiles,
+)
 from nbtoolkit.config.schema import Config
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.text_table import duration, metric_column, number, setting, shortened
 from nbtoolkit.views.chart import (
-    BEST,
-    ENDED,
-    FAILED,
     PALETTE,
-    RUNNING,
     Axis,
     Points,
     Series,
@@ -28,16 +36,6 @@ from nbtoolkit.views.chart import (
     drawable,
     sparkline,
     timeline,
-)
-from nbtoolkit.views.markup import (
-    alert,
-    card,
-    code_block,
-    data_table,
-    headline,
-    paragraph,
-    property_table,
-    tiles,
 )
 from nbtoolkit.views.state import State
 from nbtoolkit.views.text import (
@@ -51,14 +49,13 @@ from nbtoolkit.views.text import (
     step_name,
     times,
 )
-from nbtoolkit.views.workers import JobSpan, read_tail
+from nbtoolkit.views.workers import DeviceUse, JobSpan, read_tail
 
 _CHARTS = 6
 _SPANS = 40  # of a row of the timeline
 _LOG_RATIO = 20.0  # largest to smallest value, above which a loss has a logarithmic scale
 _TRACEBACK = 8  # lines
 _LOG_LINES = 200
-_LOG_HEIGHT = 360  # pixels; a longer log is scrolled
 _LOG_TAIL = 16_000  # bytes read from the end
 _LOG_WIDTH = 300  # characters of a line
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -68,25 +65,28 @@ _FILES = ("config.yaml", "sweep.yaml", "events.jsonl", "study.jsonl", "error.pkl
 # --- single runs ---
 
 
-def metrics_card(state: State, now: float) -> str:
-    """Render a run's best and last values, its speed and the time left."""
+def metrics_card(state: State, now: float) -> Card:
+    """Show a run's best and last values, its speed and the time left."""
     curves = curves_of(state)
     if not curves:
         text = state.activity(now) or "Nothing was reported."
-        return card("Metrics", paragraph(text, faint=True), span=2)
+        return Card("Metrics", [Text(text, "faint")], span=2)
     name, value, where = best(state)
-    lines = []
+    rows = []
     for metric, points in curves.items():
         at = best_point(state, metric, points)
         last, top = metric_column([points[-1][1], at[1] if at else None])
-        lines.append([metric, last, top, number(at[0]) if at else ""])
-    body = headline(value) + paragraph(where, faint=True)
-    body += data_table(["", "last", "best", f"at {step_name(state)}"], lines)
-    body += property_table({**state.speed(), "time": times(state, now)})
-    return card(name[0].upper() + name[1:], body, span=2)
+        rows.append([metric, last, top, number(at[0]) if at else ""])
+    parts: list[Part] = [
+        Text(value, "headline"),
+        Text(where, "faint"),
+        Table(["", "last", "best", f"at {step_name(state)}"], rows),
+        Properties({**state.speed(), "time": times(state, now)}),
+    ]
+    return Card(name[0].upper() + name[1:], parts, span=2)
 
 
-def run_curves_card(state: State) -> str:
+def run_curves_card(state: State) -> Card | None:
     """Draw a run's metrics by step: training and validation of one quantity in one chart."""
     curves = curves_of(state)
     lines = run_lines("", curves, RUNNING)
@@ -94,7 +94,7 @@ def run_curves_card(state: State) -> str:
         if not name.startswith("train_") and (at := best_point(state, name, points)):
             lines.append((quantity_of(name), Series("best", [at], "ring", BEST, [number(at[1])])))
     pictures = metric_charts(lines, step_name(state))
-    return card("Curves", tiles(pictures, 240), span=3) if pictures else ""
+    return Card("Curves", [Tiles(pictures, 240)], span=3) if pictures else None
 
 
 def run_lines(label: str, curves: Mapping[str, Points], colour: str) -> list[tuple[str, Series]]:
@@ -115,8 +115,8 @@ def run_lines(label: str, curves: Mapping[str, Points], colour: str) -> list[tup
     return lines
 
 
-def metric_charts(lines: Iterable[tuple[str, Series]], step: str) -> list[str]:
-    """Draw a chart for each quantity.
+def metric_charts(lines: Iterable[tuple[str, Series]], step: str) -> list[list[Part]]:
+    """Draw a chart for each quantity, below its name.
 
     Args:
         lines: quantities and their lines, of one run or of several, as from :func:`run_lines`.
@@ -132,8 +132,7 @@ def metric_charts(lines: Iterable[tuple[str, Series]], step: str) -> list[str]:
     ]
     x = Axis(step, integer=True)
     return [
-        paragraph(shortened(name, 40))
-        + chart(group, x=x, y=_quantity_axis(name, group), legend=True)
+        [Text(shortened(name, 40)), chart(group, x=x, y=_quantity_axis(name, group), legend=True)]
         for name, group in shown[:_CHARTS]
     ]
 
@@ -148,8 +147,8 @@ def _quantity_axis(name: str, lines: Sequence[Series]) -> Axis:
 # --- folds ---
 
 
-def folds_card(state: State, trial: int | None = None) -> str:
-    """Render folds as columns, with mean and deviation.
+def folds_card(state: State, trial: int | None = None) -> Card | None:
+    """Show folds as columns, with mean and deviation.
 
     Args:
         state: of a cross-validation, or of a sweep.
@@ -157,7 +156,7 @@ def folds_card(state: State, trial: int | None = None) -> str:
     """
     folds = state.folds(trial)
     if not folds:
-        return ""
+        return None
     seconds = [fold.seconds for fold in folds]
     lines = [
         ["state", *(fold.state for fold in folds), ""],
@@ -167,15 +166,15 @@ def folds_card(state: State, trial: int | None = None) -> str:
         ),
         ["time", *("" if s is None else duration(s) for s in seconds), ""],
     ]
-    table = data_table(["", *(f"fold {fold.fold}" for fold in folds), "mean ± sd"], lines)
+    table = Table(["", *(f"fold {fold.fold}" for fold in folds), "mean ± sd"], lines)
     if trial is not None:
-        return card(f"Folds of trial {trial}", table, span=3)
+        return Card(f"Folds of trial {trial}", [table], span=3)
     name, value, where = best(state)
-    top = headline(value) + paragraph(where, faint=True) if value else ""
-    return card(name or "Folds", top + table, span=3)
+    top = [Text(value, "headline"), Text(where, "faint")] if value else []
+    return Card(name or "Folds", [*top, table], span=3)
 
 
-def fold_curves_card(state: State) -> str:
+def fold_curves_card(state: State) -> Card | None:
     """Draw a line for each fold, in one chart per quantity."""
     folds = zip(state.fold_runs().items(), cycle(PALETTE), strict=False)
     lines = [
@@ -184,34 +183,36 @@ def fold_curves_card(state: State) -> str:
         for line in run_lines(f"fold {number}", curves_of(fold), colour)
     ]
     pictures = metric_charts(lines, "step")
-    return card("Curves", tiles(pictures, 240), span=2) if pictures else ""
+    return Card("Curves", [Tiles(pictures, 240)], span=2) if pictures else None
 
 
 # --- workers and devices ---
 
 
-def workers_card(state: State, now: float) -> str:
+def workers_card(state: State, now: float) -> Card | None:
     """Draw what each slot did over time; say what each does now, and how busy the devices are."""
     rows = [] if state.kind == "run" else [row[-_SPANS:] for row in state.workers(now)]
     slots = {f"slot {index}": row for index, row in enumerate(rows)}
     begin = max((row[0].begin for row in rows), default=now)
     end = now if state.live else max((row[-1].end or now for row in rows), default=now)
-    bars = {name: _bars(state, row, begin) for name, row in slots.items()}
-    parts = [timeline(bars, begin, end)]
+    parts: list[Part] = []
+    if drawn := timeline({name: _bars(state, r, begin) for name, r in slots.items()}, begin, end):
+        parts.append(drawn)
     if state.live and slots:
-        parts.append(property_table({name: _doing(state, row[-1]) for name, row in slots.items()}))
+        parts.append(Properties({name: _doing(state, row[-1]) for name, row in slots.items()}))
     devices = state.devices()
-    for device in devices:
-        use = sparkline(device.history, f"use of {device.name}")
-        cells = f"<span>{escape(device.name)}</span>{use}<span>{escape(device.text)}</span>"
-        style = "display:flex;align-items:center;gap:8px;white-space:nowrap"
-        parts.append(f'<div style="{style}">{cells}</div>')
+    parts += map(_device, devices)
     if state.live and not devices:
-        parts.append(paragraph("Device readings appear after 5 s.", faint=True))
+        parts.append(Text("Device readings appear after 5 s.", "faint"))
     if pace := _pace(state, now):
-        parts.append(paragraph(pace, faint=True))
+        parts.append(Text(pace, "faint"))
     title = "Devices" if state.kind == "run" else "Workers"
-    return card(title, "".join(parts), span=2) if any(parts) else ""
+    return Card(title, parts, span=2) if parts else None
+
+
+def _device(device: DeviceUse) -> Line:
+    use = sparkline(device.history, f"use of {device.name}")
+    return Line([Text(device.name), *([use] if use else []), Text(device.text)])
 
 
 def _bars(state: State, row: Sequence[JobSpan], begin: float) -> list[Span]:
@@ -254,19 +255,15 @@ def _pace(state: State, now: float) -> str:
 # --- log ---
 
 
-def log_card(state: State, chosen: str) -> str:
-    """Render the end of the chosen log, else of the newest running one."""
+def log_card(state: State, chosen: str) -> Card | None:
+    """Show the end of the chosen log, else of the newest running one."""
     logs = log_names(state)
     name = chosen if chosen in logs else next(iter(logs), "")
     if not name:
-        return ""
+        return None
     text = log_text(logs[name])
-    if not text:
-        return card("Log", paragraph("Nothing was written yet.", faint=True), span=2, note=name)
-    # In a reversed column, the end is what is seen without scrolling.
-    style = f"display:flex;flex-direction:column-reverse;max-height:{_LOG_HEIGHT}px;overflow-y:auto"
-    body = f'<div style="{style}"><div style="flex:none">{code_block(text)}</div></div>'
-    return card("Log", body, span=2, note=name)
+    shown = Text(text, "code") if text else Text("Nothing was written yet.", "faint")
+    return Card("Log", [shown], span=2, note=name)
 
 
 def log_names(state: State | None) -> dict[str, Path]:
@@ -308,20 +305,23 @@ def _rank_logs(folder: Path, prefix: str) -> dict[str, Path]:
 # --- files ---
 
 
-def files_card(state: State) -> str:
-    """Render where everything is, what differs from the default settings, notes and the error."""
+def files_card(state: State) -> Card:
+    """Show where everything is, what differs from the default settings, notes and the error."""
+    best_trials = state.table.best[:1] if isinstance(state.table, SweepTable) else []
     facts = {
+        "best settings": "\n".join(f"{k}: {v!r}" for t in best_trials for k, v in t.params.items()),
         "changed settings": changed_settings(state.config),
         "devices": devices_of(state.plan),
         "folder": str(state.paths.folder),
         "files": ", ".join(name for name in _FILES if (state.paths.folder / name).exists()),
         "notes": "\n".join(state.notes),
     }
-    body = property_table({name: text for name, text in facts.items() if text})
+    parts: list[Part] = [Properties({name: text for name, text in facts.items() if text})]
     if state.ended is not None and state.ended.traceback:
         lines = state.ended.traceback.rstrip().splitlines()[-_TRACEBACK:]
-        body += alert("\n".join([f"The end of the traceback in {state.paths.events}:", *lines]))
-    return card("Settings and files", body, span=2)
+        told = [f"The end of the traceback in {state.paths.events}:", *lines]
+        parts.append(Text("\n".join(told), "alert"))
+    return Card("Settings and files", parts, span=2)
 
 
 def changed_settings(config: Mapping[str, object]) -> str:

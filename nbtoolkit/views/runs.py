@@ -1,4 +1,4 @@
-"""List the runs of an output folder in a line each, name and annotate them, and delete them."""
+"""List the runs of an output folder, a line each."""
 
 from __future__ import annotations
 
@@ -8,89 +8,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from pydantic import BaseModel, ValidationError
-
-from nbtoolkit.errors import RunFileError, RunFolderError
+from nbtoolkit.errors import RunFileError
 from nbtoolkit.run.attempts import readable_last_event
 from nbtoolkit.run.events import number_values
-from nbtoolkit.run.paths import TRASH, RunPaths, folder_error, runs_in, write_json
+from nbtoolkit.run.paths import RunPaths, runs_in
 from nbtoolkit.text_table import ago, counted, number, one_line, shortened
 
-_TITLE, _NOTE = 80, 1000  # characters
-_ANNOTATIONS = "annotations.json"
+_TITLE = 80  # characters
 _CACHED = 500  # runs
-
-
-# --- annotations ---
-
-
-class Annotations(BaseModel):
-    """What a user wrote about a run: a title, and a note for each of some trials, by number."""
-
-    title: str = ""
-    notes: dict[str, str] = {}
-
-
-def read_annotations(folder: Path) -> Annotations:
-    """Read the annotations of a run; empty where there are none, or the file is damaged."""
-    try:
-        return Annotations.model_validate_json((folder / _ANNOTATIONS).read_bytes())
-    except (OSError, ValidationError):
-        return Annotations()
-
-
-def rename(folder: Path, title: str) -> None:
-    """Give a run a title, which is shown instead of its name; an empty one removes it.
-
-    Raises:
-        RunFolderError: the folder cannot be written.
-    """
-    annotations = read_annotations(folder)
-    annotations.title = shortened(title.strip(), _TITLE)
-    _write(folder, annotations)
-
-
-def set_note(folder: Path, number: int, text: str) -> None:
-    """Write a note on a trial; an empty one removes it.
-
-    Raises:
-        RunFolderError: the folder cannot be written.
-    """
-    annotations = read_annotations(folder)
-    annotations.notes.pop(str(number), None)
-    if note := one_line(text.strip())[:_NOTE]:
-        annotations.notes[str(number)] = note
-    _write(folder, annotations)
-
-
-def _write(folder: Path, annotations: Annotations) -> None:
-    try:
-        write_json(folder / _ANNOTATIONS, annotations.model_dump())
-    except OSError as error:
-        raise folder_error(folder, error) from error
-
-
-def move_to_trash(folder: Path) -> Path:
-    """Move a run to the folder ``.trash`` beside it, and return where it is then.
-
-    Raises:
-        RunFolderError: the run is live, there is no run, or the folder cannot be written.
-    """
-    paths = RunPaths(folder)
-    if not paths.events.is_file():
-        raise RunFolderError(f"there is no run in {folder}", do="choose a run of the list")
-    if paths.owned():
-        raise RunFolderError(
-            f"{plain_name(paths)} is running",
-            allowed="a run that has ended",
-            do="stop it, and delete it when it has ended",
-        )
-    target = folder.parent / TRASH / folder.name
-    try:
-        target.parent.mkdir(mode=0o700, exist_ok=True)
-        return folder.rename(target)
-    except OSError as error:
-        raise folder_error(folder.parent, error) from error
 
 
 # --- list ---
@@ -102,7 +27,7 @@ class RunEntry:
 
     Attributes:
         folder: its folder.
-        name: its title, or its id without the time.
+        name: its id without the time.
         status: the status it ended with, ``"failed"``, ``"running"`` (also while it is paused) or
             ``"interrupted"``: it has neither ended nor a supervisor.
         text: name and status; of one that does not run also its result and its age.
@@ -136,7 +61,7 @@ def newest(output_dir: str | Path) -> Path | None:
 
 def _entry(paths: RunPaths, now: float) -> RunEntry:
     """Describe a run by its result; its events, which may be many, are not read."""
-    title = read_annotations(paths.folder).title or shortened(plain_name(paths), _TITLE)
+    title = shortened(plain_name(paths), _TITLE)
     written = _written(paths.events)
     status, facts = _result(paths.folder, written)
     if status == "interrupted" and _is_owned(paths):

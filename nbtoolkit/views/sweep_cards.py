@@ -4,55 +4,25 @@ from __future__ import annotations
 
 import heapq
 import math
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import accumulate, combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nbtoolkit.cards import BEST, ENDED, FAILED, RUNNING, Card, Part, Properties, Text, Tiles
 from nbtoolkit.errors import MissingExtra, SweepError
 from nbtoolkit.study.importance import LEAST, Importance, fence, importance
 from nbtoolkit.study.parameter import CategoricalParameter, Searched
 from nbtoolkit.study.table import SweepTable, Trial
-from nbtoolkit.text_table import (
-    counted,
-    duration,
-    metric_column,
-    number,
-    param,
-    setting,
-    shortened,
-)
-from nbtoolkit.views.chart import (
-    BEST,
-    ENDED,
-    FAILED,
-    PALETTE,
-    RUNNING,
-    Axis,
-    Mark,
-    Series,
-    chart,
-    thinned,
-)
-from nbtoolkit.views.markup import (
-    card,
-    data_table,
-    headline,
-    paragraph,
-    property_table,
-    tiles,
-    view,
-)
-from nbtoolkit.views.runs import read_annotations
+from nbtoolkit.text_table import counted, duration, number, param, setting, shortened
+from nbtoolkit.views.chart import Axis, Mark, Series, chart, thinned
 from nbtoolkit.views.state import State
-from nbtoolkit.views.text import differing, fixed
+from nbtoolkit.views.text import fixed
 from nbtoolkit.views.trial_rows import (
     View,
     colour_of,
     short_names,
-    table_html,
     title_of,
     trial_page,
     value_of,
@@ -72,21 +42,23 @@ _DOTS = 200  # marks of a state
 # --- best trial ---
 
 
-def best_card(state: State, table: SweepTable) -> str:
-    """Render the best trial's value and parameters."""
+def best_card(state: State, table: SweepTable) -> Card:
+    """Show the best trial's value and parameters."""
     title = f"Best {state.metric}"
     note = f"{'higher' if state.direction == 'maximize' else 'lower'} is better"
     if not table.best:
-        return card(title, paragraph("No trial is complete yet."), note=note)
+        return Card(title, [Text("No trial is complete yet.")], note=note)
     trial = table.best[0]
     names = short_names([*trial.params])
     facts = [f"step {trial.step}"] if trial.step is not None else []
     facts += [duration(trial.seconds)] if trial.seconds is not None else []
-    body = headline(fixed(value_of(trial)))
-    body += paragraph(f"trial {trial.number} · {_age(table, trial)}", faint=True)
-    body += paragraph(" · ".join(facts), faint=True)
-    body += property_table({names[name]: param(value) for name, value in trial.params.items()})
-    return card(title, body, note=note)
+    parts: list[Part] = [
+        Text(fixed(value_of(trial)), "headline"),
+        Text(f"trial {trial.number} · {_age(table, trial)}", "faint"),
+        Text(" · ".join(facts), "faint"),
+        Properties({names[name]: param(value) for name, value in trial.params.items()}),
+    ]
+    return Card(title, parts, note=note)
 
 
 def _age(table: SweepTable, trial: Trial) -> str:
@@ -128,7 +100,7 @@ def _complete(table: SweepTable, objective: int) -> dict[int, float]:
     return {number: value for number, value in sorted(values.items()) if value is not None}
 
 
-def history_card(table: SweepTable, axes: Sequence[Axis]) -> str:
+def history_card(table: SweepTable, axes: Sequence[Axis]) -> Card:
     """Draw each trial's value by its number, with the best value so far; a chart per objective.
 
     Args:
@@ -146,32 +118,32 @@ def history_card(table: SweepTable, axes: Sequence[Axis]) -> str:
         marks = _marks(table, numbers, axis.high, objective)
         lines = [Series("best so far", so_far, "steps", BEST), *marks]
         pictures.append(chart(lines, x=Axis("trial", integer=True), y=axis, legend=True))
-    return card("Each trial, best so far", _titled(pictures, axes, 240), span=2)
+    return Card("Each trial, best so far", _titled(pictures, axes, 240), span=2)
 
 
-def _titled(pictures: Sequence[str], axes: Sequence[Axis], least: int) -> str:
+def _titled(pictures: Sequence[Part], axes: Sequence[Axis], least: int) -> list[Part]:
     """Place the charts of several objectives beside each other, each below its name."""
     if len(pictures) == 1:
-        return pictures[0]
-    names = [paragraph(shortened(axis.label, 40)) for axis in axes]
-    return tiles([name + picture for name, picture in zip(names, pictures, strict=True)], least)
+        return [*pictures]
+    names = [Text(shortened(axis.label, 40)) for axis in axes]
+    return [Tiles([*zip(names, pictures, strict=True)], least)]
 
 
-def front_card(table: SweepTable, axes: Sequence[Axis]) -> str:
+def front_card(table: SweepTable, axes: Sequence[Axis]) -> Card:
     """Draw the trials by two objectives at a time, with those that no other beats marked.
 
     The arguments are those of :func:`history_card`.
     """
     ways = ", ".join(f"{way} {m}" for m, way in zip(table.metrics, table.directions, strict=True))
     text = f"★ {counted(len(table.best), 'trial')} that no other beats; {ways}"
-    pictures = []
+    groups = []
     for first, second in [*combinations(range(len(axes)), 2)][:_PAIRS]:
         values = {trial: value_of(trial, first) for trial in table.trials.values()}
         at = {trial: value for trial, value in values.items() if value is not None}
         marks = _marks(table, at, None, second)
         picture = chart(marks, x=axes[first], y=axes[second], legend=True)
-        pictures.append(paragraph(shortened(axes[second].label, 40)) + picture)
-    return card("Pareto front", paragraph(text) + tiles(pictures, 240), span=2)
+        groups.append([Text(shortened(axes[second].label, 40)), picture])
+    return Card("Pareto front", [Text(text), Tiles(groups, 240)], span=2)
 
 
 _MARKS: dict[str, tuple[Mark, str]] = {
@@ -209,11 +181,11 @@ def _marks(
     return series
 
 
-def curves_card(state: State, table: SweepTable, axis: Axis) -> str:
+def curves_card(state: State, table: SweepTable, axis: Axis) -> Card | None:
     """Draw all trials' reports by step; of many the best, the running and the newest ones."""
     shown, which = _with_curves(state, table)
     if not shown:
-        return ""
+        return None
     most = max(_LINE_POINTS // len(shown), 12)
     lines = []
     for trial in sorted(shown, key=lambda t: (t in table.best, t.state == "running")):
@@ -224,7 +196,7 @@ def curves_card(state: State, table: SweepTable, axis: Axis) -> str:
         lines.append(Series(name, points, "line", colour, [title], faint=colour == ENDED))
     steps = Axis("step", integer=True)
     picture = chart(lines, x=steps, y=axis, legend=True)
-    return card("Learning curves", picture, span=2, note=which)
+    return Card("Learning curves", [picture], span=2, note=which)
 
 
 def _with_curves(state: State, table: SweepTable) -> tuple[list[Trial], str]:
@@ -242,8 +214,8 @@ def _with_curves(state: State, table: SweepTable) -> tuple[list[Trial], str]:
 # --- slices ---
 
 
-def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> str:
-    """Draw the values by each parameter; the important ones first, once they can be told.
+def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> Card | None:
+    """Draw the values by each parameter, in the order of the space.
 
     Args:
         state: of the sweep.
@@ -254,15 +226,12 @@ def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> str:
     names = [*(space or dict.fromkeys(n for t in table.trials.values() for n in t.params))]
     drawn = [trial for trial in table.trials.values() if value_of(trial) is not None]
     if not names or not drawn:
-        return ""
-    known = IMPORTANCES.of(state)
-    shares = {share.name: share for share in known.shares} if known else {}
-    names.sort(key=lambda name: -shares[name].value if name in shares else 0.0)
+        return None
     complete = [trial for trial in drawn if trial.state == "complete"]
     others = [trial for trial in drawn if trial.state not in ("complete", "running")]
     trials = [*thinned(others, _OTHERS), *thinned(complete, _COMPLETE), *table.running, *table.best]
     labels = short_names(names)
-    cards = []
+    groups: list[list[Part]] = []
     most = max(_SLICES // len(axes), 1)
     for name in names[:most]:
         across, at = _positions(space.get(name), [t for t in trials if name in t.params], name)
@@ -270,14 +239,10 @@ def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> str:
             chart(_marks(table, at, None, objective), x=across, y=axis, size=(240, 140))
             for objective, axis in enumerate(axes)
         ]
-        share = shares.get(name)
-        note = f"{share.value:.2f}" if share else ""
-        cards.append(card(labels[name], _titled(pictures, axes, 150), note=note))
-    notes = ["Importance of the parameters by fANOVA.", *known.notes()] if known else []
-    if len(names) > most:
-        notes = [*notes, f"{most} of {len(names)} parameters are drawn."]
-    below = paragraph(" ".join(notes), faint=True) if notes else ""
-    return view(tiles(cards, 180 * min(len(axes), 2)), below)
+        groups.append([Text(labels[name], "bold"), *_titled(pictures, axes, 150)])
+    note = f"{most} of {len(names)} parameters" if len(names) > most else ""
+    tiles = Tiles(groups, 180 * min(len(axes), 2))
+    return Card("Values by parameter", [tiles], span=4, note=note)
 
 
 def _positions(
@@ -306,118 +271,59 @@ def _choice(value: object) -> str:
 
 # --- importance ---
 
-_GROWTH = 1.25  # recomputed when there are so many times the trials of the last time
+_computed: dict[tuple[Path, int], Importance | None] = {}
+"""By the folder of a sweep and its number of complete trials; None: it cannot be told."""
 
 
-class ImportanceCache:
-    """The importance of each sweep's parameters, computed where the caller wants it to be.
+def importance_card(state: State, table: SweepTable) -> Card | None:
+    """Show the importance of each parameter of a sweep that has ended; None: it has not.
 
-    The computation imports Optuna and takes 0.4 to 2.4 s of CPU, so a panel has it computed later
-    and draws the charts meanwhile.
+    The computation imports Optuna and takes 0.4 to 2.4 s of CPU, so no page of a live sweep has it.
     """
-
-    def __init__(self) -> None:
-        # Importance, the number of complete trials that it is from, and whether the sweep was live.
-        self._computed: dict[Path, tuple[Importance | None, int, bool]] = {}
-        self._computing: set[Path] = set()
-
-    def of(self, state: State) -> Importance | None:
-        """Return what was computed last; None: nothing yet, or it cannot be told."""
-        last = self._computed.get(state.paths.folder)
-        return last[0] if last else None
-
-    def due(self, state: State) -> bool:
-        """Whether a quarter more trials are complete than last time, or the sweep has ended."""
-        if state.kind != "sweep" or len(state.values) < LEAST or find_spec("optuna") is None:
-            return False
-        last = self._computed.get(state.paths.folder)
-        if last is None or len(state.values) >= last[1] * _GROWTH:
-            return True
-        return last[2] and not state.live and len(state.values) > last[1]
-
-    def compute(self, state: State) -> None:
-        """Compute it from the complete trials of now."""
-        folder, count, live = state.paths.folder, len(state.values), state.live
-        try:
-            maximize = state.direction == "maximize"
-            computed = importance(_optuna_trials(state), maximize=maximize)
-        except (SweepError, ValueError, MissingExtra):
-            computed = None  # all values are equal, sweep.yaml was changed, or no scikit-learn
-        self._computed[folder] = computed, count, live
-
-    def compute_later(self, state: State, done: Callable[[], None]) -> None:
-        """Compute it in a thread if it is due, and then call ``done`` there."""
-        folder = state.paths.folder
-        if not self.due(state) or folder in self._computing:
-            return
-
-        def compute() -> None:
-            try:
-                self.compute(state)
-                done()
-            except RuntimeError:
-                pass  # a trial ended meanwhile: the next look tries again
-            finally:
-                self._computing.discard(folder)
-
-        self._computing.add(folder)
-        # A daemon: the kernel's exit does not wait for it.
-        threading.Thread(target=compute, name="nbtoolkit-importance", daemon=True).start()
+    if state.live or len(table.metrics) > 1 or find_spec("optuna") is None:
+        return None
+    title = f"Importance for {shortened(state.metric, 40)}"
+    complete = len(state.values)
+    if complete < LEAST:
+        return Card(title, [Text(f"Cannot tell yet: {complete} of {LEAST} complete trials.")])
+    key = (state.paths.folder, complete)
+    if key not in _computed:
+        _computed[key] = _importance(state, table)
+    told = _computed[key]
+    if told is None:
+        return None
+    shares = {shortened(share.name, 40): f"{share.value:.2f}" for share in told.shares}
+    return Card(title, [Properties(shares), Text(" ".join(told.notes()), "faint")], note="fANOVA")
 
 
-IMPORTANCES = ImportanceCache()
-"""What all views of this process share."""
+def _importance(state: State, table: SweepTable) -> Importance | None:
+    try:
+        return importance(_optuna_trials(state, table), maximize=state.direction == "maximize")
+    except (SweepError, ValueError, MissingExtra):
+        return None  # all values are equal, sweep.yaml was changed, or no scikit-learn
 
 
-def _optuna_trials(state: State) -> list[FrozenTrial]:
+def _optuna_trials(state: State, table: SweepTable) -> list[FrozenTrial]:
     """Make the complete trials, and one for each that was pruned."""
     from optuna.trial import TrialState, create_trial
 
-    assert isinstance(state.table, SweepTable)
     if state.space is None:
         return []
     known = state.space.distributions()
-    trials = [create_trial(state=TrialState.PRUNED)] * state.table.count("pruned")
-    for index, value in sorted(state.values.copy().items()):
-        params = state.space.encode(state.table.trials[index].params)
+    trials = [create_trial(state=TrialState.PRUNED)] * table.count("pruned")
+    for index, value in sorted(state.values.items()):
+        params = state.space.encode(table.trials[index].params)
         distributions = {name: known[name] for name in params}
         trials.append(create_trial(params=params, distributions=distributions, value=value))
     return trials
 
 
-# --- table, comparison ---
+# --- table ---
 
 
-def trials_card(state: State, chosen: View, now: float) -> str:
-    """Render a page of the table of trials."""
+def trials_card(state: State, chosen: View, now: float) -> Card:
+    """Show a page of the table of trials."""
     page = trial_page(state, chosen, now)
-    if not page.rows:
-        return card("Trials", paragraph("No trial has started yet.", faint=True), span=4)
-    return card("Trials", table_html(page, chosen), span=4, note=page.text)
-
-
-def compare_card(state: State, table: SweepTable, ticked: Sequence[int]) -> str:
-    """Compare trials: their curves, their values and the settings that differ; empty below two."""
-    trials = [table.trials[n] for n in dict.fromkeys(ticked) if n in table.trials][: len(PALETTE)]
-    if len(trials) < 2:
-        return ""
-    lines = [
-        Series(f"trial {t.number}", state.trials.get(t.number, []), colour=colour)
-        for t, colour in zip(trials, PALETTE, strict=False)
-    ]
-    names = {name for t in trials for name in t.params}
-    differ = differing([t.params for t in trials])
-    rows = [
-        [state.metric, *metric_column([value_of(t) for t in trials])],
-        ["state", *(t.label for t in trials)],
-        ["time", *("" if t.seconds is None else duration(t.seconds) for t in trials)],
-        *differ,
-    ]
-    notes = read_annotations(state.paths.folder).notes
-    if any(str(t.number) in notes for t in trials):
-        rows.append(["note", *(notes.get(str(t.number), "") for t in trials)])
-    body = data_table(["", *(f"trial {t.number}" for t in trials)], rows)
-    if same := len(names) - len(differ):
-        body += paragraph(f"{counted(same, 'setting')} of the space: equal.", faint=True)
-    picture = chart(lines, y=Axis(label=state.metric), legend=True)
-    return card("Compare", tiles([picture, body], 280), span=4)
+    if not page.table.rows:
+        return Card("Trials", [Text("No trial has started yet.", "faint")], span=4)
+    return Card("Trials", [page.table], span=4, note=page.text)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from nbtoolkit.config.validation import direction_of
 from nbtoolkit.run.failure import with_cells
-from nbtoolkit.run.paths import KIND_NAMES
 from nbtoolkit.run.serialization import one_line as exception_line
 from nbtoolkit.study.table import ENDED, SweepTable
 from nbtoolkit.text_table import (
@@ -19,12 +18,11 @@ from nbtoolkit.text_table import (
     number,
     one_line,
     param,
-    text_columns,
 )
 from nbtoolkit.views.chart import Points, drawable
-from nbtoolkit.views.runs import plain_name, read_annotations
+from nbtoolkit.views.runs import plain_name
 from nbtoolkit.views.state import State
-from nbtoolkit.views.trial_rows import EVERYTHING, View, trial_page, value_of
+from nbtoolkit.views.trial_rows import value_of
 from nbtoolkit.views.workers import JobSpan
 
 _LINE = 400  # characters of a line of text
@@ -36,9 +34,8 @@ _NO_CURVES = ("samples_per_second", "memory_gb_rank", "lr", "grad_norm", *_SHARE
 
 
 def name_of(state: State) -> str:
-    """Return the title of a run, or its name and 4 hex digits: its id without the time."""
-    title = read_annotations(state.paths.folder).title
-    return title or plain_name(state.paths)
+    """Return the name of a run and 4 hex digits: its id without the time."""
+    return plain_name(state.paths)
 
 
 def status_of(state: State) -> str:
@@ -297,23 +294,3 @@ def _first_line(error: str) -> str:
     """Shorten ``module.Type: text`` to the type and what happened."""
     kind, _, text = error.partition(": ")
     return exception_line(kind, text) if text else error
-
-
-def page_text(state: State | None, chosen: View = EVERYTHING, now: float | None = None) -> str:
-    """Format status, best settings and trials or folds as lines of text; None: no run."""
-    if state is None:
-        return "No run yet."
-    lines = [f"{KIND_NAMES[state.kind]} {summary_line(state, now)}", explanation(state)]
-    lines += [f"folder: {state.paths.folder}", *(f"note: {one_line(n)}" for n in state.notes)]
-    if isinstance(state.table, SweepTable):
-        for trial in state.table.best[:1]:
-            settings = ", ".join(f"{name}={param(value)}" for name, value in trial.params.items())
-            lines.append(f"best settings: {settings}")
-        page = trial_page(state, chosen, now)
-        if page.rows:
-            labels = [column.label for column in page.columns]
-            cells = [row.texts for row in page.rows]
-            lines += ["", f"trials {page.text}", text_columns(labels, cells)]
-    elif state.table is not None:
-        lines += ["", state.table.text(now)]
-    return "\n".join(line for index, line in enumerate(lines) if line or index > 1)

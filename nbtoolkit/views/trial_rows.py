@@ -1,8 +1,4 @@
-"""Sort, filter and format a sweep's trials as rows of a table.
-
-A row is a grid of its own, so that a panel can place controls beside it. Rows of the same columns
-and the same width are aligned with each other.
-"""
+"""Sort, filter and format a sweep's trials as a page of a table."""
 
 from __future__ import annotations
 
@@ -10,13 +6,10 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
+from nbtoolkit.cards import BEST, ENDED, FAILED, RUNNING, Cell, Table
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import duration, metric_column, number, one_line, param, shortened
-from nbtoolkit.views.chart import BEST, ENDED, FAILED, RUNNING
-from nbtoolkit.views.markup import RULE, chip
-from nbtoolkit.views.runs import read_annotations
 from nbtoolkit.views.state import State
 
 ROWS = 10
@@ -26,7 +19,8 @@ SHOWS = ("all", "running", "complete", "pruned", "failed")
 """What :attr:`View.show` can be."""
 
 _PARAMS = 8  # columns; a row's title has all parameters
-_UNIT, _GAP = 7.0, 8  # pixels of a character and between columns, for the least width of a row
+_WIDTH = 24  # characters of a cell
+_HEADING = 14  # characters of a heading
 _BAR = 0.12  # share of the worst value's bar
 _STATES = {"complete": "complete", "pruned": "pruned", "stopped": "pruned", "running": "running"}
 
@@ -40,7 +34,6 @@ class View:
         reverse: whether the sorted trials are in reverse order.
         page: page of that table, from 0; one beyond the last counts as the last.
         show: one of :data:`SHOWS`.
-        ticked: numbers of the trials to compare, in the order in which they were chosen.
         log: name of the log that is shown; empty: the newest running one.
     """
 
@@ -48,7 +41,6 @@ class View:
     reverse: bool = False
     page: int = 0
     show: str = "all"
-    ticked: tuple[int, ...] = ()
     log: str = ""
 
 
@@ -56,58 +48,18 @@ EVERYTHING = View()
 """The view before anything was chosen."""
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column: ``name`` for :attr:`View.sort`, its heading, and its width in characters."""
-
-    name: str
-    label: str
-    right: bool = True
-    width: float = 7.0
-
-
-@dataclass(frozen=True)
-class TrialRow:
-    """A row of the table.
-
-    Attributes:
-        number: the trial's number.
-        running: whether the trial runs, so that it can be stopped.
-        texts: the cells' texts.
-        bars: for each cell the share of it that a bar fills; None: it has no bar.
-        colour: of the trial's state.
-        title: all parameters and the reason for its end, for a pointer.
-    """
-
-    number: int
-    running: bool
-    texts: tuple[str, ...]
-    bars: tuple[float | None, ...]
-    colour: str
-    title: str
-
-
-def columns(state: State | None) -> list[Column]:
-    """Return the columns of the table; empty if it is no sweep."""
+def columns(state: State | None) -> dict[str, str]:
+    """Return the headings of the table by the names for :attr:`View.sort`; empty: no sweep."""
     if state is None or not isinstance(state.table, SweepTable):
-        return []
-    metrics = [_column(name, name, least=8) for name in state.table.metrics]
-    delta = [Column("#delta", "Δ best", width=8)] if len(metrics) == 1 else []
+        return {}
+    metrics = {name: shortened(name, _HEADING) for name in state.table.metrics}
+    delta = {"#delta": "Δ best"} if len(metrics) == 1 else {}
     names = dict.fromkeys(name for trial in state.table.trials.values() for name in trial.params)
-    labels = short_names(list(names)[:_PARAMS])
-    return [
-        Column("#", "#", width=6),
-        Column("#state", "state", right=False, width=13),
-        *metrics,
-        *delta,
-        Column("#time", "time", width=7),
-        *(_column(name, label, least=8) for name, label in labels.items()),
-    ]
-
-
-def _column(name: str, label: str, least: int) -> Column:
-    label = shortened(label, 14)
-    return Column(name, label, width=max(len(label) + 2, least))
+    params = {
+        name: shortened(label, _HEADING)
+        for name, label in short_names(list(names)[:_PARAMS]).items()
+    }
+    return {"#": "#", "#state": "state", **metrics, **delta, "#time": "time", **params}
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
@@ -138,7 +90,7 @@ def ordered(state: State, chosen: View = EVERYTHING) -> list[Trial]:
     trials = list(table.trials.values())
     if chosen.show != "all":
         trials = [t for t in trials if _STATES.get(t.state, "failed") == chosen.show]
-    if chosen.sort and chosen.sort in [column.name for column in columns(state)]:
+    if chosen.sort and chosen.sort in columns(state):
         result = _sorted(state, table, trials, chosen.sort)
     else:
         best = _sorted(state, table, [t for t in trials if t.state == "complete"], "#delta")
@@ -187,14 +139,12 @@ class TrialPage:
     """A page of the table.
 
     Attributes:
-        columns: of the table.
-        rows: those of the page.
+        table: the trials of the page.
         pages: the number of pages, at least 1.
         text: which trials are shown: ``"1 to 10 of 20, best first"``.
     """
 
-    columns: list[Column]
-    rows: list[TrialRow]
+    table: Table
     pages: int
     text: str
 
@@ -204,45 +154,46 @@ def trial_page(state: State, chosen: View = EVERYTHING, now: float | None = None
     trials = ordered(state, chosen)
     count, pages = len(trials), max(-(-len(trials) // ROWS), 1)
     first = min(max(chosen.page, 0), pages - 1) * ROWS
+    shown = trials[first : first + ROWS]
     text = f"{first + 1} to {min(first + ROWS, count)} of {count}" if count else "none"
     text += "" if chosen.show == "all" else f" {chosen.show}"
     text += "" if chosen.sort or chosen.reverse else ", best first"
-    shown = columns(state)
-    lines = _rows(state, trials[first : first + ROWS], shown, time.time() if now is None else now)
-    return TrialPage(shown, lines, pages, text)
+    headings = columns(state)
+    now = time.time() if now is None else now
+    rows = _rows(state, shown, [name for name in headings if name[0] != "#"], now)
+    return TrialPage(Table([*headings.values()], rows, [*map(title_of, shown)]), pages, text)
 
 
 def _rows(
-    state: State, trials: Sequence[Trial], shown: Sequence[Column], now: float
-) -> list[TrialRow]:
+    state: State, trials: Sequence[Trial], names: Sequence[str], now: float
+) -> list[list[str | Cell]]:
+    """Return the cells of trials; ``names``: of the metrics and parameters."""
     table = state.table
     assert isinstance(table, SweepTable)
-    params = [column.name for column in shown if column.name[0] != "#"]
-    params = params[len(table.metrics) :]
+    params = names[len(table.metrics) :]
     metrics = [[value_of(trial, i) for trial in trials] for i in range(len(table.metrics))]
-    values = list(zip(*map(metric_column, metrics), strict=True))
+    texts = list(zip(*map(metric_column, metrics), strict=True))
     bars = list(zip(*map(_bars, metrics, table.directions), strict=True))
     deltas = [_deltas(table, metrics[0])] if len(metrics) == 1 else []
-    notes = read_annotations(state.paths.folder).notes
-    result = []
+    rows = []
     for index, trial in enumerate(trials):
-        note = notes.get(str(trial.number), "")
+        colour = colour_of(table, trial)
         seconds = max(now - trial.began, 0.0) if trial.state == "running" else trial.seconds
-        texts = (
-            ("★ " if trial in table.best else "✎ " if note else "") + str(trial.number),
-            state_text(state, trial),
-            *values[index],
+        star = "★ " if trial in table.best else ""
+        row: list[str | Cell] = [
+            f"{star}{trial.number}",
+            Cell(state_text(state, trial), colour),
+            *map(_value_cell, texts[index], bars[index], [colour] * len(metrics)),
             *(column[index] for column in deltas),
             "" if seconds is None else duration(seconds),
-            *(param(trial.params[name]) if name in trial.params else "" for name in params),
-        )
-        filled = (None, None, *bars[index], *[None] * (len(texts) - 2 - len(metrics)))
-        colour = colour_of(table, trial)
-        title = title_of(trial) + (f"\n{note}" if note else "")
-        result.append(
-            TrialRow(trial.number, trial.state == "running", texts, filled, colour, title)
-        )
-    return result
+        ]
+        values = [param(trial.params[name]) if name in trial.params else "" for name in params]
+        rows.append([*row, *(shortened(text, _WIDTH) for text in values)])
+    return rows
+
+
+def _value_cell(text: str, bar: float | None, colour: str) -> str | Cell:
+    return text if bar is None else Cell(text, colour, bar)
 
 
 def _bars(values: Sequence[float | None], direction: str) -> list[float | None]:
@@ -292,67 +243,3 @@ def title_of(trial: Trial) -> str:
     values = trial.values or ([] if trial.latest is None else [trial.latest])
     lines += ["value " + ", ".join(map(number, values))] if values else []
     return "\n".join(lines + [f"{name} = {param(value)}" for name, value in trial.params.items()])
-
-
-# --- HTML ---
-
-
-def template(shown: Sequence[Column]) -> str:
-    """Return the ``grid-template-columns`` of each row."""
-    return " ".join(f"minmax(0,{column.width:g}fr)" for column in shown)
-
-
-def table_html(page: TrialPage, chosen: View = EVERYTHING) -> str:
-    """Render a page with its headings as a table."""
-    rows = [_row_html(row, page.columns) for row in page.rows]
-    return _table("Trials", "".join([header_html(page.columns, chosen), *rows]))
-
-
-def row_html(row: TrialRow, shown: Sequence[Column]) -> str:
-    """Render a row as a table of its own, beside which there may be controls."""
-    return _table(f"trial {row.number}", _row_html(row, shown))
-
-
-def _table(name: str, rows: str) -> str:
-    """Rows as a table for screen readers."""
-    return f'<div role="table" aria-label="{name}">{rows}</div>'
-
-
-def _row_html(row: TrialRow, shown: Sequence[Column]) -> str:
-    cells = []
-    for column, text, bar in zip(shown, row.texts, row.bars, strict=True):
-        text = shortened(text, max(round(column.width), 4))
-        inside = chip(text, row.colour) if column.name == "#state" else escape(text)
-        fill = ""
-        if bar is not None:
-            stops = f"{row.colour}3d {bar:.0%},transparent {bar:.0%}"
-            fill = f"background:linear-gradient(to left,{stops});"
-        cells.append(_cell("cell", inside, column, fill))
-    weight = "font-weight:600;" if row.colour == BEST else ""
-    title = escape(row.title, quote=True)
-    style = f"{weight}{_line(shown)}"
-    return f'<div role="row" title="{title}" style="{style}">{"".join(cells)}</div>'
-
-
-def header_html(shown: Sequence[Column], chosen: View = EVERYTHING) -> str:
-    """Render the row of headings; an arrow marks the column that sorts."""
-    arrow = {chosen.sort: " ▴" if chosen.reverse else " ▾"}
-    cells = "".join(
-        _cell("columnheader", escape(column.label + arrow.get(column.name, "")), column)
-        for column in shown
-    )
-    return f'<div role="row" style="font-weight:600;{_line(shown)}">{cells}</div>'
-
-
-def _cell(role: str, inside: str, column: Column, fill: str = "") -> str:
-    style = fill + ("" if column.right else "text-align:left")
-    return f'<span role="{role}" style="{style}">{inside}</span>'
-
-
-def _line(shown: Sequence[Column]) -> str:
-    least = round(_UNIT * sum(column.width for column in shown) + _GAP * len(shown))
-    return (
-        f"display:grid;grid-template-columns:{template(shown)};column-gap:{_GAP}px;"
-        f"min-width:{least}px;line-height:24px;text-align:right;white-space:nowrap;"
-        f"border-bottom:1px solid {RULE}"
-    )

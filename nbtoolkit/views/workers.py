@@ -162,7 +162,7 @@ def _share(reading: Reading) -> float | None:
 
 
 def _text(readings: list[Reading]) -> str:
-    """Format the mean use and the largest memory of a device's readings."""
+    """Format the mean use, and the largest memory and temperature, of a device's readings."""
     is_gpu = "index" in readings[0]
     use = _numbers(readings, "utilization" if is_gpu else "cpu")
     memory = _numbers(readings, "memory_used" if is_gpu else "memory")
@@ -170,7 +170,11 @@ def _text(readings: list[Reading]) -> str:
     if use:
         parts.append(f"{fmean(use):.0f} %" if is_gpu else f"CPU {fmean(use) * 100:.0f} %")
     if memory:
-        parts.append(f"{max(memory) / 1e9:.1f} GB")
+        total = _numbers(readings[:1], "memory_total")
+        of = f" of {total[0] / 1e9:.1f}" if total else ""
+        parts.append(f"{max(memory) / 1e9:.1f}{of} GB")
+    if degrees := _numbers(readings, "temperature"):
+        parts.append(f"{max(degrees):.0f} °C")
     return ", ".join(parts)
 
 

@@ -143,18 +143,16 @@ class Person:
         return self.panel.locator(":scope > .widget-html").nth(1)
 
     def button(self, label: str) -> Locator:
-        """A button by its label; ``Sweep`` says whether it begins a new one or continues one."""
-        if label == "Sweep":
-            return self.panel.get_by_role("button", name=re.compile("^(S|New s|Continue s)weep$"))
+        """A button by its label."""
         return self.panel.get_by_role("button", name=label, exact=True)
 
     def clicks(self, label: str) -> None:
         """Click a button, once it can be clicked."""
         self.button(label).click()
 
-    def opens_section(self, title: str, *, closed: bool = False) -> None:
-        """Open a section below the cards, or close it, unless it is as wanted."""
-        heading = self.panel.get_by_role("button", name=re.compile(f"^[▸▾] {title}$"))
+    def opens_set_up(self, *, closed: bool = False) -> None:
+        """Open *Set up*, or close it, unless it is as wanted."""
+        heading = self.panel.get_by_role("button", name=re.compile("^[▸▾] Set up$"))
         if ("▸" in (heading.text_content() or "")) != closed:
             heading.click()
 
@@ -193,21 +191,15 @@ class Person:
 
     def numbers(self) -> list[int]:
         """The trials of the table, from above."""
-        labels = self.panel.get_by_text(re.compile(r"^compare trial \d+$")).locator("visible=true")
-        return [int(label.split()[-1]) for label in labels.all_text_contents()]
-
-    def ticks(self, number: int) -> None:
-        """Tick a trial of the table, whose row must have stood there for a moment."""
-        self.page.wait_for_timeout(500)
-        label = self.panel.get_by_text(f"compare trial {number}", exact=True)
-        box = label.locator("visible=true").locator("xpath=..").locator("input")
-        box.click()
-        self.wait_until(box.is_checked, f"the tick of trial {number}")
+        rows = self.panel.locator("table", has_text="Δ best").locator("tbody tr")
+        cells = rows.locator("td:first-child").all_text_contents()
+        return [int(text.lstrip("★ ")) for text in cells]
 
     def stops_trial(self, number: int) -> None:
-        """Click the stop button of a trial's row, which must have stood there for a moment."""
-        self.page.wait_for_timeout(500)
-        self.button(f"Stop trial {number}").click()
+        """Choose a running trial, and stop it."""
+        if self.chosen("trial") != str(number):
+            self.chooses("trial", str(number))
+        self.clicks("Stop trial")
 
     def sees(self, text: str | re.Pattern[str], seconds: float = SECONDS) -> None:
         """Wait until a text stands in the panel."""

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(900)]
 
 SHEET = 1
 
-MOST_CLICKS, MOST_PIXELS, MOST_ACTIONS = 12, 72, 3
+MOST_CLICKS, MOST_PIXELS, MOST_ACTIONS = 14, 110, 3
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def clicks_for(one: Person, task: Callable[[], object]) -> int:
 
 
 def changes_epochs_and_launches(one: Person) -> None:
-    one.types("train.epochs", "3")
+    one.types("epochs", "3")
     one.clicks("Launch")
     one.sees(re.compile("✓ completed"))
     one.sees(re.compile("^epoch 3/3|^step 3/3"))
@@ -62,7 +62,6 @@ def sees_value_trend_and_workers(one: Person) -> None:
 
 
 def reads_the_log(one: Person) -> None:
-    one.opens_section("Log")
     one.sees(re.compile("rank 0 of 1 has trained"))
 
 
@@ -96,18 +95,9 @@ def adds_ten(one: Person) -> None:
     one.sees(re.compile("^14/14$"))
 
 
-def compares_two(one: Person) -> None:
-    for number in one.numbers()[:2]:
-        one.ticks(number)
-    one.sees(re.compile("of the space: equal|optim.lr"))
-    one.panel.get_by_role("columnheader", name=re.compile("^trial ")).first.wait_for()
-
-
 def copies_the_best(one: Person, folder: Path) -> None:
-    one.opens_section("Code")
     best = nb.attach(folder).result().best_params
-    shown = one.field("best settings")
-    one.wait_until(lambda: repr(best["optim.lr"]) in shown.input_value(), "all digits")
+    one.sees(re.compile(re.escape(repr(best["optim.lr"]))))
 
 
 def pixels_above_the_first_value(one: Person) -> float:
@@ -161,8 +151,7 @@ def test_ten_common_tasks(browser: Browser, jupyter: Server, hold: Path) -> None
         anna.wait_until(lambda: pixels_above_the_first_value(anna) <= MOST_PIXELS, "72 pixels", 25)
         clicks["add"] = clicks_for(anna, lambda: adds_ten(anna))
         anna.sees(re.compile("✓ completed"))
-        clicks["compare"] = clicks_for(anna, lambda: compares_two(anna))
-        clicks["code"] = clicks_for(anna, lambda: copies_the_best(anna, run))
+        clicks["best settings"] = clicks_for(anna, lambda: copies_the_best(anna, run))
         assert sum(clicks.values()) <= MOST_CLICKS, clicks
         assert not anna.errors
 
@@ -184,17 +173,12 @@ def test_no_selection_is_lost_while_a_sweep_runs(
         anna.runs(SHEET)
         anna.clicks("Sweep")
         anna.sees(re.compile("2 running"))
-        anna.ticks(0)
-        anna.clicks("val_accuracy")
-        anna.clicks("val_accuracy ▾")
-        anna.sees("val_accuracy ▴")
+        anna.chooses("sort", "val_accuracy")
         strip = anna.strip.inner_text()
-        for section, label in (("Set up", "search"), ("Code", "Set up as code")):
-            anna.opens_section(section)
+        anna.opens_set_up()
+        for label in ("learning rate", "YAML"):
             field = anna.field(label)
             field.click()
-            if section == "Set up":
-                field.fill("decay")
             for key in ("Home", "Shift+ArrowRight", "Shift+ArrowRight"):
                 anna.page.keyboard.press(key)
             chosen = anna.page.evaluate(_CHOSEN)
@@ -202,5 +186,4 @@ def test_no_selection_is_lost_while_a_sweep_runs(
             anna.page.wait_for_timeout(4000)
             assert anna.page.evaluate(_CHOSEN) == chosen
         assert anna.strip.inner_text() != strip, "nothing was updated"
-        assert anna.panel.locator("input[type=checkbox]:checked").locator("visible=true").count()
-        anna.sees("val_accuracy ▴")
+        assert anna.chosen("sort") == "val_accuracy"

@@ -14,9 +14,6 @@ from person import BOTH_FRONTS, Front, Person, person
 from server import Server
 from sheets import PANEL, TRAIN, write_notebook
 
-from nbtoolkit.panel.board import SECTIONS
-from nbtoolkit.panel.form import config_fields
-
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
@@ -29,15 +26,13 @@ PICTURES = os.environ.get("NBTOOLKIT_PICTURES", "")
 
 
 def prepares(one: Person) -> None:
-    """A sweep that has ended is shown, with two trials ticked."""
+    """A sweep that has ended is shown."""
     one.opens("sheet.ipynb")
     one.runs(0)
     one.runs(SHEET)
     one.clicks("Sweep")
     one.sees(re.compile("^4/4$"))
     one.sees(re.compile("✓ completed"))
-    for number in one.numbers()[:2]:
-        one.ticks(number)
 
 
 def found_on(one: Person, what: str) -> list[str]:
@@ -47,37 +42,19 @@ def found_on(one: Person, what: str) -> list[str]:
     return [f"{what}: {told}" for told in (*ugly(one.panel), *nameless(one.panel))]
 
 
-def looks_at_all_sections(one: Person, width: int, theme: Literal["Light", "Dark"]) -> list[str]:
-    """The page with each of the sections open; a single run has no Compare."""
+def looks_at_it(one: Person, width: int, theme: Literal["Light", "Dark"]) -> list[str]:
+    """The page, with *Set up* closed, open, and with an error."""
     one.page.set_viewport_size({"width": width, "height": 1900})
-    found = []
-    headings = one.panel.get_by_role(
-        "button", name=re.compile("^[▸▾] (" + "|".join(SECTIONS) + ")$")
-    )
-    for section in [text[2:] for text in headings.locator("visible=true").all_text_contents()]:
-        one.opens_section(section)
-        one.page.wait_for_timeout(300)
-        found += found_on(one, f"{width}-{theme}-{section.replace(' ', '')}")
-    return found
-
-
-def looks_at_all_settings(one: Person, what: str) -> list[str]:
-    """Each section of the form, an error beside a field, and the YAML of the space."""
-    one.opens_section("Set up")
-    found = []
-    # The second: with last, the list of the trials is taken until the form is drawn.
-    shown = one.panel.get_by_label("show", exact=True).nth(1)
-    for section in dict.fromkeys(field.section for field in config_fields().values()):
-        shown.select_option(section)
-        first = next(name for name, field in config_fields().items() if field.section == section)
-        one.field(first).wait_for()
-        found += found_on(one, f"{what}-{section}")
-    shown.select_option("optim")
-    one.types("optim.lr", "0,01")
+    one.opens_set_up(closed=True)
+    one.page.wait_for_timeout(300)
+    found = found_on(one, f"{width}-{theme}-closed")
+    one.opens_set_up()
+    one.page.wait_for_timeout(300)
+    found += found_on(one, f"{width}-{theme}-open")
+    one.types("learning rate", "0,01")
     one.sees(re.compile("decimal point"))
-    one.opens_section("YAML")
-    found += found_on(one, f"{what}-error")
-    one.types("optim.lr", "0.001")
+    found += found_on(one, f"{width}-{theme}-error")
+    one.types("learning rate", "0.001")
     return found
 
 
@@ -89,18 +66,14 @@ def test_the_page_can_be_read_at_both_widths_in_both_themes(
     with person(browser, jupyter, front) as anna:
         prepares(anna)
         anna.page.keyboard.press("Control+b")  # the file browser
-        found = looks_at_all_sections(anna, 1280, "Light") + looks_at_all_settings(anna, "Light")
-        found += looks_at_all_sections(anna, 800, "Light")
+        found = looks_at_it(anna, 1280, "Light") + looks_at_it(anna, 390, "Light")
         anna.turns("Dark")
-        found += looks_at_all_sections(anna, 800, "Dark") + looks_at_all_sections(
-            anna, 1280, "Dark"
-        )
-        found += looks_at_all_settings(anna, "Dark")
+        found += looks_at_it(anna, 800, "Dark") + looks_at_it(anna, 1280, "Dark")
         sweep = anna.watched()
         anna.clicks("Launch")  # a run has other cards
         anna.wait_until(lambda: anna.watched() not in ("", sweep), "the run")
         anna.sees(re.compile("✓ completed"))
-        found += looks_at_all_sections(anna, 1280, "Dark")
+        found += looks_at_it(anna, 1280, "Dark")
         assert not found, "\n".join(found)
 
 
@@ -109,24 +82,19 @@ def test_everything_is_done_by_keyboard(browser: Browser, jupyter: Server) -> No
     with person(browser, jupyter, "lab") as anna:
         prepares(anna)
         keys = anna.page.keyboard
-        for section in SECTIONS:
-            heading = anna.panel.get_by_role("button", name=re.compile(f"^[▸▾] {section}$"))
-            if "▸" in (heading.text_content() or ""):
-                heading.focus()
-                keys.press("Enter")
-            anna.button(f"▾ {section}").wait_for()
-            expected, seen = by_tab(anna.panel)
-            assert seen == expected, section
-        anna.opens_section("Set up")
-        anna.panel.get_by_label("show", exact=True).nth(1).select_option("train")
-        anna.field("train.precision").focus()
+        anna.panel.get_by_role("button", name=re.compile("^[▸▾] Set up$")).focus()
+        keys.press("Enter")
+        anna.button("▾ Set up").wait_for()
+        expected, seen = by_tab(anna.panel)
+        assert seen == expected
+        anna.field("precision").focus()
         for key in ("Space", "ArrowDown", "Enter"):  # JupyterLab takes arrows where no list is open
             keys.press(key)
-        anna.wait_until(lambda: anna.field("train.precision").input_value() == "fp32", "the choice")
-        anna.button("#").focus()
-        keys.press("Space")
-        anna.sees("# ▾")
-        assert anna.numbers() == [3, 2, 1, 0]
+        anna.wait_until(lambda: anna.field("precision").input_value() != "", "the choice")
+        anna.field("sort").focus()
+        for key in ("Space", "ArrowDown", "Enter"):
+            keys.press(key)
+        anna.wait_until(lambda: anna.numbers() == [3, 2, 1, 0], "the order")
         for key in ("Enter", "Space"):
             before = anna.watched()
             anna.button("Launch").focus()

@@ -298,7 +298,7 @@ def test_a_panel_watches_nothing_and_says_why_launch_cannot_be_pressed(config: n
         panel.press("stop")
         nb.attach(run, display="off").result(SECONDS)
         panel.watch(None)
-        panel._controller.board.setup.state.texts["train.epochs"] = "many"
+        panel._controller.board.setup.fields["train.epochs"].value = "many"
         with pytest.raises(LaunchError, match=r"Launch cannot be pressed now: train.epochs: "):
             panel.press("launch")
     finally:

@@ -83,7 +83,7 @@ def test_partials_and_built_in_functions_can_be_launched(config: nb.Config) -> N
         ({"name": 5}, "a string"),
         ({"resume": None}, '"auto" \\| "never" \\| a run\'s id or folder'),
         ({"resume": ""}, '"auto" \\| "never"'),
-        ({"display": "rich"}, "'auto' \\| 'widgets' \\| 'text' \\| 'off'"),
+        ({"display": "rich"}, "'auto' \\| 'html' \\| 'text' \\| 'off'"),
         ({"on_event": 3}, "a function of one event"),
         ({"start": "spawn"}, r"'forkserver' \| 'inline'"),
     ],

@@ -20,26 +20,27 @@ from notebook_sizes import FOLDER, QUICK
 from panels import (
     SPACE,
     Open,
+    adds,
     click,
     controller,
     ends,
+    error_at,
     pressable,
     region,
     regions,
-    settle,
-    shown_rows,
     status,
+    stop_trial,
     told,
     trials_begun,
-    visible,
+    types,
     walk,
 )
 from records import last_of, owned_runs, owner_pid
 
 import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, ResumeError
-from nbtoolkit.panel.actions import BUTTONS, python_cell
-from nbtoolkit.panel.form import config_fields
+from nbtoolkit.panel.buttons import BUTTONS, python_cell
+from nbtoolkit.panel.form import FIELDS
 from nbtoolkit.run.paths import find_run
 
 NOTEBOOK = FOLDER / "04_panel.ipynb"
@@ -51,79 +52,66 @@ def test_a_wrong_value_in_any_field_is_told_beside_it_and_nothing_can_be_launche
     opened: Open,
 ) -> None:
     panel = opened(space=SPACE)
-    board = controller(panel).board
     assert pressable(panel) == {"launch", "sweep"}
-    for name, field in config_fields().items():
+    for field in FIELDS:
         if field.choices:
             continue
-        widget = board.setup.input(name)
-        right = widget.value
-        widget.value = "[{" if not name.endswith("task") else "no function"
-        assert pressable(panel) == set(), name
-        error = board.setup.errors[name].value
-        assert 'role="alert"' in error, name
-        assert_harmless(error)
-        assert board.errors.description == f"1 error: {name}"
-        widget.value = right
-        assert pressable(panel) == {"launch", "sweep"}, name
-        assert board.setup.errors[name].value == ""
-        assert not visible(board.errors)
+        right = controller(panel).board.setup.fields[field.name].value
+        types(panel, field.name, "[{")
+        assert pressable(panel) == set(), field.name
+        assert 'role="alert"' in error_at(panel, field.name)
+        assert_harmless(error_at(panel, field.name))
+        types(panel, field.name, right)
+        assert pressable(panel) == {"launch", "sweep"}, field.name
+        assert error_at(panel, field.name) == ""
 
 
-def test_settings_that_are_wrong_together_are_told_above_them(opened: Open) -> None:
+def test_settings_that_are_wrong_together_are_told_below_the_yaml(opened: Open) -> None:
     panel = opened()
-    setup = controller(panel).board.setup
-    setup.input("runtime.hang_timeout").value = "2h"
+    before = controller(panel).board.setup.state.yaml
+    types(panel, "YAML", before.replace("runtime:\n", "runtime:\n  hang_timeout: 2h\n"))
     assert pressable(panel) == set()
-    assert "is not above hang_timeout" in setup.together.value
-    assert controller(panel).board.errors.description == "1 error: settings"
-    setup.input("distributed.timeout").value = "3h"
+    assert "is not above hang_timeout" in error_at(panel, "YAML")
+    adds(panel, "distributed: {timeout: 3h}\n")
     assert pressable(panel) == {"launch"}
-    assert setup.together.value == ""
+    assert error_at(panel, "YAML") == ""
     assert panel.config is not None
     assert panel.config.distributed.timeout == 3 * 3600
 
 
 def test_a_wrong_space_is_told_and_only_the_sweep_cannot_be_started(opened: Open) -> None:
-    panel = opened(space=SPACE)
-    setup = controller(panel).board.setup
+    panel = opened()
+    before = controller(panel).board.setup.state.yaml
     for text, error in {
-        "optim.lr: {type: float, low: 1.0, high: 0.1}": "low: 1 is above high: 0.1",
-        "optim.rl: [1, 2]": "did you mean",
-        "a: [": "space:1: not valid YAML",
-        "[1]": "not a mapping",
+        "space: {optim.lr: {type: float, low: 1.0, high: 0.1}}": "low: 1 is above high: 0.1",
+        "space: {optim.rl: [1, 2]}": "did you mean",
+        "space: {a: [": "not valid YAML",
+        "space: [1]": "is a section",
     }.items():
-        setup.space.value = text
-        assert pressable(panel) == {"launch"}
-        assert error in setup.space_error.value
+        types(panel, "YAML", f"{before}study: {{metric: score}}\n{text}\n")
+        assert pressable(panel) <= {"launch"}
+        assert error in error_at(panel, "YAML")
         with pytest.raises(LaunchError, match="Sweep cannot be pressed now"):
             panel.press("sweep")
-    assert controller(panel).board.errors.description == "1 error: space"
-    setup.space.value = "optim.lr: [0.1, 0.2]"
-    setup.trials.value = "many"
-    assert pressable(panel) == {"launch"}
-    setup.trials.value = "3"
+    types(panel, "YAML", f"{before}study: {{metric: score}}\nspace: {{optim.lr: [0.1, 0.2]}}\n")
+    assert pressable(panel) == {"launch", "sweep"}
+    types(panel, "budget.n_trials", "many")
+    assert pressable(panel) == set()
+    types(panel, "budget.n_trials", "3")
     assert pressable(panel) == {"launch", "sweep"}
 
 
 def test_a_space_that_does_not_say_when_it_ends_is_searched_with_20_trials(opened: Open) -> None:
-    rates = {"optim.lr": {"type": "float", "low": 0.01, "high": 0.1}}
-    panel = opened(space=rates)
-    setup, code = controller(panel).board.setup, controller(panel).board.code
+    space = {"optim.lr": {"type": "float", "low": 0.01, "high": 0.1}}
+    panel = opened(space={"study": {"metric": "score"}, "space": space})
+    setup = controller(panel).board.setup
     assert pressable(panel) == {"launch", "sweep"}
-    assert not visible(controller(panel).board.errors)
     assert "20 trials" in setup.cost.value
-    assert "nb.sweep(reports, config, space, n_trials=20)" in code.value
-    for own, text in (
-        ("budget: {n_trials: 4}", "4 trials"),
-        ("budget: {timeout: 60}", ""),
-        ("study: {sampler: grid}\nbudget: {n_trials: null}", ""),
-    ):
-        setup.space.value = f"{own}\nspace: {{optim.lr: [0.1, 0.2]}}"
-        assert "sweep" in pressable(panel), own
-        assert text in setup.cost.value
-        assert "n_trials=" not in code.value
-        assert "20" not in setup.cost.value
+    assert "'n_trials': 20" in setup.code.value
+    assert "nb.sweep(reports, config, search)" in setup.code.value
+    types(panel, "budget.n_trials", "4")
+    assert pressable(panel) == {"launch", "sweep"}
+    assert "4 trials" in setup.cost.value
 
 
 # --- launching ---
@@ -131,7 +119,7 @@ def test_a_space_that_does_not_say_when_it_ends_is_searched_with_20_trials(opene
 
 def test_what_is_set_in_the_form_is_what_runs(opened: Open) -> None:
     panel = opened()
-    controller(panel).board.setup.input("train.epochs").value = "3"
+    types(panel, "train.epochs", "3")
     click(panel, "launch")
     assert ends(panel) == "completed"
     assert panel.folder is not None
@@ -148,7 +136,7 @@ def test_what_is_set_in_the_form_is_what_runs(opened: Open) -> None:
 def test_launch_pressed_twice_starts_one_run(opened: Open, home: Path) -> None:
     panel = opened(panel_functions.until_told)
     button, free = controller(panel).board.buttons["launch"], threading.Event()
-    controller(panel).worker.submit(free.wait)  # nothing starts before all have been pressed
+    controller(panel).watcher.submit(free.wait)  # nothing starts before all have been pressed
     assert controller(panel).press("launch") is controller(panel).press("launch")
     button.click()
     assert button.disabled  # at once, before anything has started
@@ -213,9 +201,7 @@ def test_a_sweep_is_paused_resumed_added_to_and_its_best_is_trained(
     click(panel, "pause")
     until(lambda: status(panel) == "paused", "the pause")
     assert pressable(panel) == {"resume", "stop", "add_trials"}
-    settle(panel)
-    [row] = [row for row in shown_rows(panel) if row.number == 1]
-    row.stop.click()
+    stop_trial(panel, 1)
     until(lambda: controller(panel).state.table.trials[1].ended, "the end of trial 1")
     assert len(controller(panel).state.table.trials) == 2  # nothing new is started
     controller(panel).board.more.value = 2
@@ -237,8 +223,6 @@ def test_a_sweep_is_paused_resumed_added_to_and_its_best_is_trained(
     assert panel.folder == sweep
     assert controller(panel).state.counts() == (8, 8)
     best = last_of(sweep).summary["best_params"]["optim.lr"]
-    assert f"'optim.lr': {best!r}" in controller(panel).board.best_code.value
-    ast.parse(controller(panel).board.best_code.value)
     click(panel, "train_best")
     assert ends(panel) == "completed"
     assert panel.folder is not None
@@ -265,9 +249,7 @@ def test_another_panel_attaches_both_agree_and_both_may_press_stop(opened: Open)
     for future in futures:
         assert future.exception() is None or isinstance(future.exception(), LaunchError)
     assert (ends(one), ends(other)) == ("stopped", "stopped")
-    assert [row.cells.value for row in shown_rows(one)] == [
-        row.cells.value for row in shown_rows(other)
-    ]
+    assert region(one, "trials") == region(other, "trials")
     one.close()
     until(lambda: "resume" in pressable(other), "the end of its supervisor")
     click(other, "resume")
@@ -292,41 +274,29 @@ def test_resuming_with_another_function_is_refused_and_said(opened: Open) -> Non
     assert 'role="alert"' in told(other)
 
 
-def test_sweep_says_beforehand_whether_it_continues_an_unfinished_one(
-    opened: Open, home: Path
-) -> None:
+def test_sweep_says_that_it_continues_an_unfinished_one(opened: Open, home: Path) -> None:
     panel = opened(panel_functions.until_told, SPACE)
-    setup, button = controller(panel).board.setup, controller(panel).board.buttons["sweep"]
-    assert (button.description, button.tooltip) == BUTTONS["sweep"]
     panel.press("sweep")
     until(lambda: trials_begun(panel) == 2, "two trials")
     sweep = panel.folder
     assert sweep is not None
     panel.press("stop")
     assert ends(panel) == "stopped"
-    hint = f"Continue {sweep.name.partition('-')[2]}, which has these settings"
-    until(lambda: panel.refresh() or button.tooltip == hint, "the hint")
-    assert button.description == "Continue sweep"
-    assert f"4 trials\nSweep: {hint}" in setup.cost.value
-    setup.input("optim.momentum").value = "0.5"
-    panel.refresh()
-    assert (button.description, button.tooltip) == ("New sweep", BUTTONS["sweep"][1])
-    assert "Continue" not in setup.cost.value
-    setup.input("optim.momentum").value = "0.9"
+    until(lambda: "sweep" in pressable(panel), "the end of its supervisor")
     (home / "end").touch()
     panel.press("sweep")
-    assert ends(panel) == "completed"
     assert panel.folder == sweep
-    assert (button.description, button.tooltip) == ("New sweep", BUTTONS["sweep"][1])
+    assert f"Sweep continues {sweep.name}" in told(panel)
+    assert ends(panel) == "completed"
 
 
 def test_set_up_closes_when_a_run_starts_and_another_panel_says_how_to_leave_that(
     opened: Open,
 ) -> None:
     panel = opened(panel_functions.until_told)
-    assert controller(panel).board.sections.opened == "Set up"
+    assert controller(panel).board.is_set_up_open
     panel.press("launch")
-    assert controller(panel).board.sections.opened == ""
+    assert not controller(panel).board.is_set_up_open
     folder, other = panel.folder, opened(panel_functions.reports)
     assert folder is not None
     message = (
@@ -382,7 +352,7 @@ def test_the_cell_is_equal_to_the_form(settings: dict[str, Any]) -> None:
     exec(python_cell(overrides, train="train"), variables)
     assert variables["result"].metrics["score"]
     assert nb.load_config(variables["result"].paths.config, env=None).optim.lr == 3e-4
-    assert "nb.sweep(train, config, space, n_trials=5)" in python_cell({}, SPACE, 5)
+    assert "nb.sweep(train, config, search)" in python_cell({}, SPACE, train="train")
     ast.parse(python_cell(overrides, SPACE))
 
 
@@ -395,7 +365,7 @@ def test_where_no_widgets_are_shown_it_is_text_and_a_picture(opened: Open) -> No
     assert ends(panel) == "completed"
     bundle = panel._repr_mimebundle_(include=None, exclude=None)
     assert "application/vnd.jupyter.widget-view+json" in bundle
-    assert "4/4 trials" in bundle["text/plain"]
+    assert "4/4" in bundle["text/plain"]
     assert "<img alt=" in bundle["text/html"]
     assert_harmless(bundle["text/html"])
     assert repr(panel) == panel.text()
@@ -431,7 +401,7 @@ def test_close_ends_the_thread_and_the_widgets_and_not_the_run(opened: Open, hom
 
 def test_an_error_while_looking_is_told_and_does_not_end_the_panel(opened: Open) -> None:
     panel = opened()
-    future = controller(panel).worker.submit(lambda: 1 / 0)
+    future = controller(panel).watcher.submit(lambda: 1 / 0)
     assert isinstance(future.exception(), ZeroDivisionError)
     assert "ZeroDivisionError" in told(panel)
     panel.press("launch")
@@ -518,9 +488,11 @@ def test_the_panel_imports_no_private_name_and_nothing_heavy() -> None:
 
 
 def test_every_button_has_a_label_and_a_tooltip(opened: Open) -> None:
-    buttons = controller(opened()).board.buttons
-    assert [*buttons] == [*BUTTONS]
-    assert all(button.description and button.tooltip for button in buttons.values())
+    board = controller(opened()).board
+    assert [*board.buttons] == [*BUTTONS]
+    for button in [*board.buttons.values(), board.toggle, board.load_run, board.stop_trial]:
+        assert button.description
+        assert button.tooltip
 
 
 # --- the notebook ---

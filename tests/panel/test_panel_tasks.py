@@ -12,7 +12,7 @@ import panel_functions
 import pytest
 from kernels import SECONDS, all_gone, until
 from kernels import notebook as jupyter
-from panels import SPACE, Open, click, ends, pressable, region, status, told, trials_begun
+from panels import SPACE, Open, click, ends, pressable, region, status, told, trials_begun, types
 from records import first_of
 
 import nbtoolkit as nb
@@ -29,7 +29,7 @@ def settings(settings: dict[str, Any], home: Path) -> dict[str, Any]:
 
 def test_a_task_by_name_is_launched_with_the_form_s_values(opened: Open, home: Path) -> None:
     panel = opened(None, task="panel_functions:reports")
-    panel._controller.board.setup.input("train.epochs").value = "3"
+    types(panel, "train.epochs", "3")
     panel.press("launch")
     folder = panel.folder
     assert folder is not None

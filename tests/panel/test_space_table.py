@@ -43,6 +43,12 @@ def table_of(text: str) -> tuple[SpaceTable, list[str]]:
     return table, written
 
 
+def space(written: list[str]) -> Any:
+    """The space of the newest YAML."""
+    document: Any = parse_value(written[-1])
+    return document["space"]
+
+
 def names(table: SpaceTable) -> list[str]:
     return [row.row.name for row in table.rows]
 
@@ -53,9 +59,6 @@ def names(table: SpaceTable) -> list[str]:
 def test_a_space_is_read_as_rows_and_written_back_as_it_was() -> None:
     assert read_rows(SPACE) == (ROWS, [])
     assert parse_value(write_rows(SPACE, ROWS)) == parse_value(SPACE)
-    bare = dump(parse_value(SPACE)["space"])
-    assert read_rows(bare) == (ROWS, [])
-    assert parse_value(write_rows(bare, ROWS)) == parse_value(bare)
 
 
 def test_only_what_was_changed_is_written_differently() -> None:
@@ -75,7 +78,7 @@ def test_only_what_was_changed_is_written_differently() -> None:
     [["a, b", "c"], [None, True, 1.5, "null"], [[1, 2], [3]], [{"a": 1}], ["日本", EVIL], [1]],
 )
 def test_choices_of_every_kind_are_read_as_they_were_written(choices: list[Any]) -> None:
-    text = dump({"model.kind": choices})
+    text = dump({"space": {"model.kind": choices}})
     [row], _ = read_rows(text)
     assert "\n" not in row.values
     assert row.spec() == {"type": "categorical", "choices": choices}
@@ -84,20 +87,30 @@ def test_choices_of_every_kind_are_read_as_they_were_written(choices: list[Any])
 @pytest.mark.parametrize("value", [5, "null", None, True, {"a": [1, {"b": 2}]}, "a: b", 1e-9, EVIL])
 def test_constants_of_every_kind_are_read_as_they_were_written(value: Any) -> None:
     written = {"type": "constant", "value": value}
-    [row], _ = read_rows(dump({"model.kind": written}))
+    [row], _ = read_rows(dump({"space": {"model.kind": written}}))
     assert "\n" not in row.values
     assert row.spec() == written
 
 
 def test_what_a_row_cannot_hold_stays_in_the_yaml() -> None:
-    text = "a: {type: normal}\nb: {nested: 1}\nc: [1, 2]\nd: {type: float, log: [1]}\n"
-    text += f"e: {{type: int, low: 0x{'f' * 5000}}}\n"
+    text = "space:\n  a: {type: normal}\n  b: {nested: 1}\n  c: [1, 2]\n"
+    text += "  d: {type: float, log: [1]}\n" + f"  e: {{type: int, low: 0x{'f' * 5000}}}\n"
     rows, without = read_rows(text)
     assert [row.name for row in rows] == ["c"]
     assert without == ["a", "b", "d", "e"]
-    small = text.partition("e: {")[0]
+    small = text.partition("  e: {")[0]
     written: Any = parse_value(write_rows(small, [ParameterRow("c", "categorical", values="3")]))
-    assert written == {**parse_value(small), "c": {"type": "categorical", "choices": [3]}}
+    before: Any = parse_value(small)
+    assert written["space"] == {**before["space"], "c": {"type": "categorical", "choices": [3]}}
+
+
+def test_other_sections_stay_as_they_were_typed() -> None:
+    text = (
+        "# mine\nstudy: {metric: a}  # best\nspace:\n  a: [1, 2]\n\nmodel:\n  # wide\n  hidden: 8\n"
+    )
+    written = write_rows(text, [ParameterRow("a", "constant", values="1")])
+    assert written.startswith("# mine\nstudy: {metric: a}  # best\nmodel:\n  # wide\n  hidden: 8\n")
+    assert "a:\n    type: constant\n    value: 1\n" in written
 
 
 def test_an_empty_space_has_no_rows_and_rows_without_a_name_are_not_written() -> None:
@@ -105,7 +118,7 @@ def test_an_empty_space_has_no_rows_and_rows_without_a_name_are_not_written() ->
     assert write_rows("", []) == write_rows("", [ParameterRow("")]) == ""
     assert (
         write_rows("", [ParameterRow("a", "int", "1", "2")])
-        == "a:\n  type: int\n  low: 1\n  high: 2\n"
+        == "space:\n  a:\n    type: int\n    low: 1\n    high: 2\n"
     )
     assert parse_value(
         write_rows("budget: {n_trials: 3}", [ParameterRow("a", "constant", values="1")])
@@ -114,17 +127,8 @@ def test_an_empty_space_has_no_rows_and_rows_without_a_name_are_not_written() ->
         "space": {"a": {"type": "constant", "value": 1}},
     }
     for text in ("[", "3", "[1]", "a: &a [*a"):
-        with pytest.raises(ConfigError, match="space:1"):
+        with pytest.raises(ConfigError, match=r"settings\.yaml:1"):
             read_rows(text)
-
-
-def test_a_name_that_is_half_typed_does_not_become_a_section() -> None:
-    table, written = table_of("a: [1, 2]\n")
-    table.add.click()
-    for name in ("s", "study", "study.x"):
-        table.rows[1].inputs["name"].value = name
-    table.rows[1].inputs["kind"].value = "constant"
-    assert parse_value(written[-1]) == {"a": [1, 2], "study.x": {"type": "constant", "value": None}}
 
 
 # --- widgets ---
@@ -143,33 +147,31 @@ def test_the_table_shows_the_rows_and_says_what_only_the_yaml_has() -> None:
 
 
 def test_an_edit_in_the_table_writes_yaml_and_changes_nothing_that_is_typed() -> None:
-    table, written = table_of("optim.lr: {type: float, low: 0.1, high: 0.2}")
+    table, written = table_of("space:\n  optim.lr: {type: float, low: 0.1, high: 0.2}")
     low = table.rows[0].inputs["low"]
     for text in ("", "1", "1e", "1e-", "1e-3"):
         low.value = text
         table.load(written[-1])  # the YAML field gives it back
         assert low.value == text
-    assert parse_value(written[-1]) == {"optim.lr": {"type": "float", "low": 1e-3, "high": 0.2}}
+    assert space(written) == {"optim.lr": {"type": "float", "low": 1e-3, "high": 0.2}}
     table.rows[0].inputs["kind"].value = "categorical"
     table.rows[0].inputs["values"].value = "1e-3, 1e-2"
     assert not visible(table.rows[0].inputs["low"])
-    assert parse_value(written[-1]) == {
-        "optim.lr": {"type": "categorical", "choices": [1e-3, 1e-2]}
-    }
+    assert space(written) == {"optim.lr": {"type": "categorical", "choices": [1e-3, 1e-2]}}
 
 
 def test_rows_are_added_and_removed() -> None:
-    table, written = table_of("a: [1, 2]\nb: [3, 4]\nc: [5, 6]\n")
+    table, written = table_of("space:\n  a: [1, 2]\n  b: [3, 4]\n  c: [5, 6]\n")
     boxes = table._body.children
     boxes[1].children[-1].click()
     assert names(table) == ["a", "c"]
-    assert parse_value(written[-1]) == {"a": [1, 2], "c": [5, 6]}
+    assert space(written) == {"a": [1, 2], "c": [5, 6]}
     table.add.click()
     assert names(table) == ["a", "c", ""]
     assert len(written) == 1  # it has no name yet
     assert len(table.made) == 3  # the removed row's widgets are used again
     table.rows[2].inputs["name"].value = " model.x "
-    assert parse_value(written[-1])["model.x"] == {"type": "float"}
+    assert space(written)["model.x"] == {"type": "float"}
     for _ in range(3):
         table._body.children[0].children[-1].click()
     assert written[-1] == ""
@@ -181,7 +183,7 @@ def test_while_the_yaml_is_wrong_the_table_is_empty_and_changes_nothing() -> Non
     assert table._body.children == ()
     assert table.add.disabled
     assert "appears when the YAML below is right" in table._note.value
-    table.load("optim.lr: [1, 2]")
+    table.load("space: {optim.lr: [1, 2]}")
     assert names(table) == ["optim.lr"]
     assert not table.add.disabled
     assert table._note.value == ""
@@ -189,16 +191,15 @@ def test_while_the_yaml_is_wrong_the_table_is_empty_and_changes_nothing() -> Non
 
 
 def test_names_of_any_kind_are_text() -> None:
-    table, _ = table_of(dump({EVIL: {"type": EVIL}, "b": {"type": "int", EVIL: 1}}))
+    table, _ = table_of(dump({"space": {EVIL: {"type": EVIL}, "b": {"type": "int", EVIL: 1}}}))
     assert EVIL[:8] not in table._note.value
     assert_harmless(table._note.value)
 
 
 def test_settings_and_the_own_sections_are_suggested() -> None:
-    state = FormState(Config().with_overrides({"model": {"hidden": 64}}), "optim.lr: [1, 2]")
-    setup = Setup(state, lambda: None)
-    setup.build()
-    setup.show(state.validate())
+    config = Config().with_overrides({"model": {"hidden": 64}})
+    setup = Setup(FormState(config, {"optim.lr": [1, 2]}), lambda: None)
+    setup.show(setup.state.validate(), "", "")
     setup.table.add.click()
     for row in setup.table.rows:
         options = row.inputs["name"].options
@@ -212,23 +213,20 @@ def test_settings_and_the_own_sections_are_suggested() -> None:
 
 def test_table_and_yaml_follow_each_other() -> None:
     edits: list[None] = []
-    setup = Setup(FormState(Config(), SPACE), lambda: edits.append(None))
-    setup.build()
+    form = FormState(Config(), parse_value(SPACE))  # type: ignore[arg-type]
+    setup = Setup(form, lambda: edits.append(None))
     count = len(edits)
     setup.table.rows[0].inputs["high"].value = "0.5"
     assert len(edits) == count + 1
-    assert parse_value(setup.space.value)["space"]["optim.lr"]["high"] == 0.5
-    assert setup.state.space == setup.space.value
-    sweep_config = setup.state.validate().sweep_config
-    assert sweep_config is not None
-    assert sweep_config.space["optim.lr"]["high"] == 0.5
-    setup.space.value = "optim.lr: [1, 2, 3]"
+    assert setup.state.yaml == setup.yaml.value
+    document: Any = parse_value(setup.yaml.value)
+    assert document["space"]["optim.lr"]["high"] == 0.5
+    setup.yaml.value = "space: {optim.lr: [1, 2, 3]}\nstudy: {metric: loss}"
     assert [row.row for row in setup.table.rows] == [
         ParameterRow("optim.lr", "categorical", values="1, 2, 3")
     ]
     setup.table.rows[0].inputs["values"].value = "1, 2, ["
-    validation = setup.state.validate()
-    assert "choices" in validation.space_error
+    assert "choices" in setup.state.validate().errors["YAML"]
     setup.load(FormState(Config()))
     assert setup.table.rows == []
-    assert setup.space.value == setup.state.space == ""
+    assert setup.yaml.value == setup.state.yaml == ""

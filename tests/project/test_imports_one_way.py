@@ -23,6 +23,7 @@ LAYERS = (
     "version",
     "errors",
     "text_table",
+    "cards",
     "host",
     "config",
     "environment",

@@ -14,6 +14,7 @@ from IPython.core.formatters import DisplayFormatter
 from kernels import SECONDS
 
 import nbtoolkit as nb
+from nbtoolkit.cards import html
 from nbtoolkit.errors import ReportFolderError
 from nbtoolkit.report.report import ReportSection, RunsReport, label, page, read_report
 from nbtoolkit.tasks import digits
@@ -50,7 +51,7 @@ def report(folder: Path) -> RunsReport:
 
 
 def words(section: ReportSection) -> str:
-    return "".join(section.parts)
+    return html(section.cards, images=False)
 
 
 def test_the_table_has_every_run_with_its_status_and_scores(report: RunsReport) -> None:

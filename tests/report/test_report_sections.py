@@ -7,12 +7,13 @@ from pathlib import Path
 
 from run_folders import sweep, trained, trial, write_run
 
+from nbtoolkit.cards import html
 from nbtoolkit.report.report import PAGES, ReportSection, read_report
 from nbtoolkit.views.chart import PALETTE
 
 
 def words(section: ReportSection) -> str:
-    return "".join(section.parts)
+    return html(section.cards, images=False)
 
 
 def cells(section: ReportSection) -> list[list[str]]:
@@ -43,7 +44,7 @@ def test_the_newest_runs_are_compared_and_their_number_is_stated(tmp_path: Path)
     report = read_report(tmp_path)
     told = words(report.comparison)
     assert told.count("<polyline") == len(PALETTE)
-    assert "The newest 7 of 10 runs." in told
+    assert "the newest 7 of 10 runs" in told
     assert "The settings of all these runs are equal." in told
     assert len(report.pages) == PAGES
 
@@ -96,4 +97,4 @@ def test_a_sweeps_best_value_is_in_the_table(tmp_path: Path) -> None:
 def test_a_section_is_shown_by_a_cell_without_formulas(tmp_path: Path) -> None:
     section = read_report(tmp_path).overview
     assert "mathjax_ignore" in section._repr_html_()
-    assert repr(section) == "ReportSection('Runs', 1 part)"
+    assert repr(section) == "ReportSection('Runs', 1 card)"

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
+from nbtoolkit.cards import Card, Cell, Part, html
 from nbtoolkit.config.schema import Config
 from nbtoolkit.run.events import (
     DevicesSampled,
@@ -25,6 +26,9 @@ from nbtoolkit.run.events import (
 )
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.study.sweep_config import load_sweep_config
+from nbtoolkit.views.page import cards_of
+from nbtoolkit.views.state import State
+from nbtoolkit.views.trial_rows import EVERYTHING, View, trial_page
 
 NOON = 1767225600.0
 """2026-01-01 00:00 UTC, the start of every folder here."""
@@ -246,3 +250,33 @@ def write_log(paths: RunPaths, text: str, rank: int = 0) -> None:
     """Write the output of a rank."""
     paths.log(rank).parent.mkdir(parents=True, exist_ok=True)
     paths.log(rank).write_text(text)
+
+
+# --- what a page shows ---
+
+
+def regions(
+    state: State | None, chosen: View = EVERYTHING, now: float | None = None
+) -> dict[str, str]:
+    """Each card of a page as HTML, by name."""
+    return {name: html([card], images=False) for name, card in cards_of(state, chosen, now).items()}
+
+
+def part_html(part: Part) -> str:
+    """A part of a card as a widget shows it."""
+    return html([Card("", [part])], images=False)
+
+
+def cell_text(cell: str | Cell) -> str:
+    """What a cell says."""
+    return cell if isinstance(cell, str) else cell.text
+
+
+def row_texts(state: State, chosen: View = EVERYTHING, now: float | None = None) -> list[list[str]]:
+    """What the cells of a page of the trials' table say."""
+    return [[*map(cell_text, row)] for row in trial_page(state, chosen, now).table.rows]
+
+
+def row_numbers(state: State, chosen: View = EVERYTHING, now: float | None = None) -> list[int]:
+    """The numbers of the trials on a page of the table."""
+    return [int(row[0].lstrip("★ ")) for row in row_texts(state, chosen, now)]

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kernels import until
+from page_folders import row_numbers
 
 import nbtoolkit as nb
-from nbtoolkit.panel.widgets import HIDDEN, INVISIBLE, SHARED
+from nbtoolkit.cards import html
+from nbtoolkit.panel.widgets import HIDDEN
+from nbtoolkit.views.page import cards_of
 
 SPACE = {
     "study": {"metric": "score", "sampler": "random", "pruner": "none"},
@@ -35,14 +38,14 @@ def ends(panel: nb.Panel) -> str:
 
 
 def visible(widget: Any) -> bool:
-    return not {HIDDEN, INVISIBLE} & {*widget._dom_classes}
+    return HIDDEN not in widget._dom_classes
 
 
 def models() -> set[str]:
-    """The ids of all widgets of this process, but for the layouts and styles that are shared."""
+    """The ids of all widgets of this process."""
     from ipywidgets.widgets.widget import _instances
 
-    return set(_instances) - {widget.model_id for widget in SHARED.values()}
+    return set(_instances)
 
 
 def pressable(panel: nb.Panel) -> set[str]:
@@ -63,38 +66,52 @@ def trials_begun(panel: nb.Panel) -> int:
 
 
 def region(panel: nb.Panel, name: str) -> str:
-    """What a part of the page shows."""
+    """What a card of the page shows."""
     panel.refresh()
-    board = controller(panel).board
-    return str((board.strip if name == "strip" else board.cards[name]).value)
+    if name == "strip":
+        return str(controller(panel).board.strip.value)
+    shown = cards_of(controller(panel).state, controller(panel).chosen)
+    return html([shown[name]], images=False) if name in shown else ""
 
 
 def regions(panel: nb.Panel) -> str:
     """All that the widgets show, and the page as static HTML."""
     panel.refresh()
     board = controller(panel).board
-    parts = [board.strip, board.message, board.place, board.count, *board.cards.values()]
-    parts += [row.cells for row in shown_rows(panel)]
+    parts = [board.strip, board.body, board.message, board.place]
     return "".join(part.value for part in parts) + panel.html()
 
 
-def shown_rows(panel: nb.Panel) -> list[Any]:
-    """The rows of the table of trials that are visible."""
-    panel.refresh()
-    rows = controller(panel).board.table.rows
-    return [row for row in rows if row.number is not None]
-
-
 def numbers(panel: nb.Panel) -> list[int]:
-    """The trials' numbers from above."""
-    return [row.number for row in shown_rows(panel)]
-
-
-def settle(panel: nb.Panel) -> None:
-    """Let the rows stand long enough for a click to mean the trial that they show."""
+    """The trials' numbers in the table, from above."""
     panel.refresh()
-    for row in controller(panel).board.table.rows:
-        row.since = 0.0
+    return row_numbers(controller(panel).state, controller(panel).chosen)
+
+
+def stop_trial(panel: nb.Panel, number: int) -> None:
+    """Choose a running trial and stop it."""
+    panel.refresh()
+    controller(panel).board.trial.value = number
+    controller(panel).board.stop_trial.click()
+    panel.refresh()
+
+
+def types(panel: nb.Panel, name: str, text: str) -> None:
+    """Type into a field, or into ``"YAML"``."""
+    setup = controller(panel).board.setup
+    widget = setup.yaml if name == "YAML" else setup.fields[name]
+    widget.value = text
+
+
+def adds(panel: nb.Panel, text: str) -> None:
+    """Type below what stands in the YAML."""
+    types(panel, "YAML", controller(panel).board.setup.state.yaml + text)
+
+
+def error_at(panel: nb.Panel, name: str) -> str:
+    """The error beside a field, or of the ``"YAML"``."""
+    panel.refresh()
+    return str(controller(panel).board.setup.errors[name].value)
 
 
 def click(panel: nb.Panel, name: str) -> None:

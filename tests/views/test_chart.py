@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import re
 from base64 import b64decode
+from typing import Any
 
 import pytest
 from harmless import EVIL, Tags, assert_harmless
 
-from nbtoolkit.views.chart import (
+from nbtoolkit.cards import (
     BEST,
     ENDED,
     FAILED,
-    PALETTE,
     RUNNING,
-    Axis,
-    Series,
-    Span,
-    as_images,
-    chart,
-    sparkline,
-    timeline,
+    Bar,
+    Card,
+    Part,
+    Properties,
+    Table,
+    Text,
+    html,
+    text,
 )
-from nbtoolkit.views.markup import data_table, progress_bar, property_table
+from nbtoolkit.views import chart as charts
+from nbtoolkit.views.chart import PALETTE, Axis, Series, Span, sparkline, timeline
+
+
+def chart(*series: Any, **options: Any) -> str:
+    """A chart as a widget shows it."""
+    return shown(charts.chart(*series, **options))
+
+
+def shown(part: Part, *, images: bool = False) -> str:
+    return html([Card("", [part])], images=images)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +60,8 @@ def test_any_numbers_make_a_picture_of_finite_ones(
 
 def test_nothing_to_draw_is_said() -> None:
     assert "Nothing yet" in chart([Series("a", [(1.0, float("nan"))])])
-    assert timeline({}, 0.0, 1.0) == ""
-    assert sparkline([(1.0, 1.0)], "one") == ""
+    assert timeline({}, 0.0, 1.0) is None
+    assert sparkline([(1.0, 1.0)], "one") is None
 
 
 def test_equal_names_share_an_entry_of_the_legend() -> None:
@@ -76,12 +87,17 @@ def test_a_size_sets_the_view_box_and_its_ticks() -> None:
 
 def test_a_timeline_has_a_bar_per_job_and_hostile_names_are_texts() -> None:
     spans = [Span(0.0, 5.0, EVIL, EVIL, BEST), Span(6.0, 9.0, "1", "trial 1")]
-    page = timeline({"slot 0": spans, EVIL: []}, 0.0, 10.0)
-    assert page.count("position:absolute") == 2
-    assert "left:60.00%;width:calc(30.00% - 1px)" in page
-    assert "<svg" not in page  # whose text would shrink with the card
-    assert "font-size" not in page
+    drawn = timeline({"slot 0": spans, EVIL: []}, 0.0, 10.0)
+    assert drawn is not None
+    page = shown(drawn)
+    assert page.count("<rect") == 2
+    left, width = (
+        float(x) for x in re.findall(r'<rect x="([\d.]+)" y="0" width="([\d.]+)"', page)[1]
+    )
+    assert left == pytest.approx(50 + 0.6 * 270)
+    assert width == pytest.approx(0.3 * 270 - 1)
     assert_harmless(page)
+    assert_harmless(shown(drawn, images=True))
     assert_harmless(chart([Series(EVIL, [(0.0, 1.0)], "dots", titles=[EVIL])], x=Axis(EVIL)))
 
 
@@ -122,28 +138,33 @@ def test_what_a_chart_shows_is_said_in_words() -> None:
 
 
 def test_an_image_of_a_chart_has_its_words_its_shapes_and_one_colour_for_both_themes() -> None:
-    drawn = chart([Series(EVIL, [(0.0, 1.0), (1.0, 2.0)], "dots", titles=["hover", EVIL])])
-    image = as_images(f"<p>{drawn}</p>")
+    drawn = charts.chart([Series(EVIL, [(0.0, 1.0), (1.0, 2.0)], "dots", titles=["hover", EVIL])])
+    image = shown(drawn, images=True)
     assert_harmless(image)
     tags = Tags(image)
-    assert tags.elements == {"p", "img"}
-    assert tags.attributes == {"alt", "width", "height", "style", "src"}
+    assert tags.elements == {"div", "img"}
+    assert tags.attributes == {"alt", "width", "height", "style", "src", "class"}
     svg = b64decode(tags.images[0].partition(",")[2]).decode()
-    assert svg.count("<circle") == drawn.count("<circle") == 2
-    assert "hover" not in svg
+    assert svg.count("<circle") == shown(drawn).count("<circle") == 2
     [grey] = set(re.findall(r' color="(#\w+)"', svg))
     assert _contrast(_rgb(grey), _rgb("#ffffff")) >= 4.5
     assert min(_contrast(_rgb(grey), _rgb(ground)) for ground in ("#111111", "#1e1e1e")) > 3.5
-    assert as_images("no chart") == "no chart"
 
 
 def test_tables_align_numbers_on_the_right() -> None:
-    page = data_table(["name", "value"], [["a", "+0.5"], ["b", "12 s"]])
+    page = shown(Table(["name", "value"], [["a", "+0.5"], ["b", "12 s"]]))
     assert page.count("text-align:right") == 3
-    assert data_table(["a"], []).count("<tr") == 1
-    assert property_table({"a": 1}).count("<th") == 1
-    assert 'aria-valuenow="50"' in progress_bar(0.5, "half")
-    assert "progressbar" not in progress_bar(None, "unknown")
+    assert shown(Table(["a"], [])).count("<tr") == 1
+    assert shown(Properties({"a": 1})).count("<th") == 1
+    assert 'aria-valuenow="50"' in shown(Bar(0.5, "half"))
+
+
+def test_text_has_titles_tables_and_no_pictures_or_control_characters() -> None:
+    picture = charts.chart([Series("a", [(0.0, 1.0)])])
+    table = Table(["name", "value"], [["a", "1"], ["bb\x1b[31m", "22"]])
+    cards = [Card("Values", [Text("two\nlines"), table], note="so far"), Card("Chart", [picture])]
+    assert text(cards) == ("Values (so far)\ntwo\nlines\nname     value\na        1\nbb [31m  22")
+    assert text([Card("", [Properties({"folder": "/a", "b": 1})])]) == "folder  /a\nb       1"
 
 
 Colour = tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Progress as HTML, lines and a terminal's bar, drawn by the thread that waits."""
+"""Progress as a page and as lines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from harmless import assert_harmless
+from kernels import until
 from run_folders import NOON, sweep, trial
 
 from nbtoolkit.run.events import (
@@ -24,18 +25,10 @@ from nbtoolkit.run.events import (
 )
 from nbtoolkit.run.output import CellOutput, error_lines
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.views.live import (
-    DisplayPlace,
-    LineDisplay,
-    LiveView,
-    ProgressDisplay,
-    Throttle,
-    quick_page,
-    static,
-)
 from nbtoolkit.views.page import page_html
-from nbtoolkit.views.state import State, read_state
+from nbtoolkit.views.state import State
 from nbtoolkit.views.text import summary_line
+from nbtoolkit.views.watch import DisplayPlace, LineDisplay, LiveView, PageDisplay, Watcher, static
 
 
 @pytest.fixture
@@ -110,22 +103,20 @@ def test_what_was_logged_is_drawn_where_nothing_was_reported(diary: EventLog, st
     assert set(state.points()) == {"val_loss"}
 
 
-def test_drawing_takes_a_hundredth_of_a_core_at_most() -> None:
-    now = used = 0.0
-    pace = Throttle(1.0, clock=lambda: now, cost=lambda: used)
-    assert not pace.due
-    now = 1.0
-    assert pace.due
-    with pace.drawing():
-        used += 0.05
-    assert pace.seconds == pytest.approx(5.0)
-    now = 5.9
-    assert not pace.due
-    now = 6.1
-    assert pace.due
-    with pace.drawing():
-        used += 0.001
-    assert pace.seconds == 1.0
+def test_looks_take_a_share_of_a_core_at_most() -> None:
+    looks: list[float] = []
+
+    def look() -> None:
+        looks.append(time.monotonic())
+        while time.monotonic() - looks[-1] < 0.05:
+            pass
+
+    watcher = Watcher(look, pytest.fail, share=0.02, closed=RuntimeError("it is closed"))
+    until(lambda: len(looks) >= 2, "two looks")
+    watcher.close()
+    assert looks[1] - looks[0] > 1.5  # 0.05 s of CPU are 2 % of 2.5 s; above SECONDS in any case
+    with pytest.raises(RuntimeError, match="it is closed"):
+        watcher.submit(looks.clear).result()
 
 
 def test_steps_that_are_no_epochs_have_no_end_in_sight(diary: EventLog, state: State) -> None:
@@ -165,8 +156,8 @@ def test_the_exception_in_a_log_is_left_to_the_cell_that_raises_it(
     assert capsys.readouterr().out == "first\nbar 10%\nof another attempt\n"
 
 
-class Broken(ProgressDisplay):
-    """A picture that cannot be drawn."""
+class Broken(PageDisplay):
+    """A page that cannot be shown."""
 
     def open(self, *, waits: bool) -> None:
         """Work so far."""
@@ -180,14 +171,11 @@ class Broken(ProgressDisplay):
         raise AssertionError("it was given up")
 
 
-def test_a_picture_that_fails_ends_only_itself(
+def test_a_page_that_fails_ends_only_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    live = LiveView(
-        CellOutput(RunPaths(tmp_path), "text"),
-        Broken(partial(State, RunPaths(tmp_path))),
-        needs_wait=True,
-    )
+    paths = RunPaths(tmp_path)
+    live = LiveView(CellOutput(paths, "text"), Broken(partial(State, paths)))
     live.open(waits=True)
     live.pump()
     live.say("going on")
@@ -206,7 +194,7 @@ class BrokenLines(CellOutput):
 def test_lines_that_fail_end_only_themselves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    live = LiveView(BrokenLines(RunPaths(tmp_path), "text"), None, needs_wait=True)
+    live = LiveView(BrokenLines(RunPaths(tmp_path), "text"), None)
     live.open(waits=True)
     live.say("a line")
     live.pump()
@@ -217,7 +205,7 @@ def test_lines_that_fail_end_only_themselves(
 
 def test_a_line_a_minute_says_how_far_it_is(diary: EventLog, state: State) -> None:
     said: list[str] = []
-    lines = LineDisplay(lambda: state, said.append, seconds=0.0)
+    lines = LineDisplay(lambda: state, said.append, in_notebook=False, seconds=0.0)
     lines.open(waits=True)
     diary.write(RunStarted(config={"train": {"epochs": 4}}))
     both = time.time()  # no time between two steps: what is left takes none
@@ -232,7 +220,7 @@ def test_a_line_a_minute_says_how_far_it_is(diary: EventLog, state: State) -> No
     assert "about 0.0 s left, best val_loss 0.5000 (at epoch 2), rank 0: CPU 98 %" in first
     assert ": completed, " in last
     assert "val_loss 0.5" in last
-    lines = LineDisplay(lambda: state, said.append)
+    lines = LineDisplay(lambda: state, said.append, in_notebook=False)
     lines.open(waits=True)
     lines.pump()
     assert len(said) == 2  # a minute is not over
@@ -266,11 +254,3 @@ def test_the_output_of_a_sweep_of_20_trials_is_below_60_kb(tmp_path: Path) -> No
     assert len(text) < 60_000
     assert "20/20" in text
     assert_harmless(text)
-
-
-def test_a_quick_view_does_not_wait_for_the_importance_of_parameters(tmp_path: Path) -> None:
-    state = read_state(sweep_of(tmp_path, 12).folder)
-    quick = quick_page(state)
-    assert "by fANOVA" not in quick
-    assert "best so far" in quick
-    assert "by fANOVA" in page_html(state)

@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 from harmless import EVIL, assert_harmless
-from page_folders import NOON, cross_validation, folder, run, started, sweep, write_log
+from page_folders import (
+    NOON,
+    cross_validation,
+    folder,
+    regions,
+    row_texts,
+    run,
+    started,
+    sweep,
+    write_log,
+)
 from run_folders import hold_lock
 
 from nbtoolkit.run.events import (
@@ -23,11 +33,9 @@ from nbtoolkit.run.events import (
 )
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.study.table import SweepTable
-from nbtoolkit.views.page import View, page_html, regions
-from nbtoolkit.views.runs import rename, set_note
+from nbtoolkit.views.page import View, cards_of, page_html
 from nbtoolkit.views.state import State, read_state
-from nbtoolkit.views.sweep_cards import IMPORTANCES, value_axis
-from nbtoolkit.views.trial_rows import trial_page
+from nbtoolkit.views.sweep_cards import value_axis
 from nbtoolkit.views.workers import DeviceUse
 
 
@@ -60,7 +68,8 @@ def test_a_sweep_has_its_regions_in_order_and_no_control(tmp_path: Path) -> None
     write_log(RunPaths(paths.folder / "trials/0019"), "epoch 12\n")
     state = read_state(paths.folder)
     assert list(regions(state)) == [
-        "strip", "best", "history", "curves", "slices", "trials", "workers", "log", "files",
+        "strip", "best", "history", "curves", "slices", "importance", "trials", "workers", "log",
+        "files",
     ]  # fmt: skip
     page = page_html(state, now=NOON + 600)
     assert_harmless(page)
@@ -120,15 +129,6 @@ def test_without_a_run_the_page_says_so() -> None:
     assert "No run yet" in page_html(None)
 
 
-def test_a_title_replaces_the_name_and_a_note_stands_in_the_comparison(tmp_path: Path) -> None:
-    paths = sweep(tmp_path)
-    rename(paths.folder, "wide nets <b>")
-    set_note(paths.folder, 3, "the odd one")
-    page = page_html(read_state(paths.folder), View(ticked=(3, 5)))
-    assert "wide nets &lt;b&gt;" in page
-    assert "the odd one" in texts(page)
-
-
 # --- charts ---
 
 
@@ -165,45 +165,30 @@ def test_every_trial_has_its_curve_and_above_200_the_page_says_which(tmp_path: P
     assert many.count("<polyline") <= 100
 
 
-def test_slices_have_the_limits_of_the_space_and_importance_orders_them(tmp_path: Path) -> None:
-    paths = sweep(tmp_path, ended=40, planned=40)
-    state = read_state(paths.folder)
-    before = regions(state)["slices"]
+def test_slices_have_the_limits_of_the_space_in_its_order(tmp_path: Path) -> None:
+    page = regions(read_state(sweep(tmp_path, ended=40, planned=40).folder))["slices"]
     names = ["lr", "weight_decay", "hidden", "dropout"]
-    assert re.findall(r"<b>([a-z_]+)</b>", before) == names
+    assert re.findall(r'font-weight:600;[^>]*">([a-z_]+)<', page) == names
     for limit in ("0.0001", "128", "1e-05"):
-        assert limit in texts(before)
-    assert IMPORTANCES.due(state)
-    page = page_html(state)  # it has ended: computed here
-    assert not IMPORTANCES.due(state)
-    after = regions(state)["slices"]
-    assert after in page
-    assert set(re.findall(r"<b>([a-z_]+)</b>", after)) == set(names)
-    assert len(re.findall(r">\d\.\d\d<", after)) >= len(names), "each card names its share"
-    assert "complete trials" in texts(after)
+        assert limit in texts(page)
 
 
-def test_importance_is_not_computed_while_it_runs_and_not_below_ten(tmp_path: Path) -> None:
+def test_importance_is_told_of_a_sweep_that_has_ended(tmp_path: Path) -> None:
+    told = regions(read_state(sweep(tmp_path / "a", ended=40, planned=40).folder))["importance"]
+    assert len(re.findall(r">0\.\d\d<", told)) == 4
+    assert "complete trials" in texts(told)
     paths = sweep(tmp_path / "live", ended=30, status=None, planned=60)
     with hold_lock(paths):
-        state = read_state(paths.folder)
-        page_html(state)
-        assert IMPORTANCES.of(state) is None
-    few = read_state(sweep(tmp_path / "few", ended=6).folder)
-    assert not IMPORTANCES.due(few)
-    equal = read_state(small_sweep(tmp_path, *(trial(n, value=0.5) for n in range(12))).folder)
-    page_html(equal)
-    assert IMPORTANCES.of(equal) is None
+        assert "importance" not in cards_of(read_state(paths.folder))
+    few = regions(small_sweep_of(tmp_path / "few", 6))["importance"]
+    assert "Cannot tell yet: 6 of 10 complete trials." in texts(few)
+    assert "importance" not in cards_of(small_sweep_of(tmp_path / "equal", 12, value=0.5))
 
 
-def test_ticked_trials_are_compared_by_curves_and_settings_that_differ(tmp_path: Path) -> None:
-    state = read_state(sweep(tmp_path).folder)
-    assert "compare" not in regions(state, View(ticked=(3,)))
-    assert "compare" not in regions(state, View(ticked=(3, 999)))
-    page = regions(state, View(ticked=(5, 3)))["compare"]
-    assert texts(page).index("trial 5") < texts(page).index("trial 3")
-    assert page.count("<polyline") == 2
-    assert "optim.lr" in texts(page)
+def small_sweep_of(parent: Path, count: int, value: float | None = None) -> State:
+    """A sweep whose trials have different values, or one value."""
+    events = [trial(n, value=n / 10 if value is None else value) for n in range(count)]
+    return read_state(small_sweep(parent, *events).folder)
 
 
 def test_workers_show_what_each_slot_did_and_does(tmp_path: Path) -> None:
@@ -248,9 +233,9 @@ def test_several_objectives_show_the_front(tmp_path: Path) -> None:
         assert parts[name].count("<svg") == 2  # one per objective
         assert texts(parts[name]).index("f1") < texts(parts[name]).index("ms")
     assert "0.9" in texts(parts["history"])
-    rows = trial_page(state).rows
-    assert [row.texts[0] for row in rows] == ["★ 0", "★ 1", "2"]  # the front first
-    assert rows[0].texts[2:4] == ("0.9000", "5.000")
+    rows = row_texts(state)
+    assert [row[0] for row in rows] == ["★ 0", "★ 1", "2"]  # the front first
+    assert rows[0][2:4] == ["0.9000", "5.000"]
 
 
 def test_failed_trials_are_said_below_the_strip(tmp_path: Path) -> None:
@@ -309,7 +294,7 @@ def test_names_and_texts_are_shown_and_never_executed(tmp_path: Path) -> None:
     events += [trial(0, value=0.5, best=True, **wild), trial(1, "failed", **wild)]
     paths = small_sweep(tmp_path, *events)
     write_log(RunPaths(paths.folder / "trials/0000"), EVIL)
-    page = page_html(read_state(paths.folder), View(ticked=(0, 1), log=EVIL))
+    page = page_html(read_state(paths.folder), View(log=EVIL))
     assert_harmless(page)
     assert "cannot be shown" not in page
     named = MetricsReported(t=NOON + 1, values={EVIL: 1.0}, step=1)

@@ -146,7 +146,7 @@ QUESTIONS: list[Case] = [
         "which settings won, and why",
         lambda parent: sweep(parent, ended=30, planned=30),
         False, 900,
-        ("lr 0.0", "hidden 128", "complete trials", "Importance of the parameters", "Δ best"),
+        ("lr 0.0", "hidden 128", "complete trials", "Importance for val_rmse", "Δ best"),
     ),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The list of runs, what a user writes about them, and the trash."""
+"""The list of runs."""
 
 from __future__ import annotations
 
@@ -8,22 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 from harmless import EVIL
 from run_folders import hold_lock, sweep, trained, trial, write_run
 
-from nbtoolkit.errors import RunFolderError
-from nbtoolkit.report.report import runs_below
-from nbtoolkit.run.paths import RunPaths, runs_in
-from nbtoolkit.views.runs import (
-    Annotations,
-    list_runs,
-    move_to_trash,
-    newest,
-    read_annotations,
-    rename,
-    set_note,
-)
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.views.runs import list_runs, newest
 
 
 def ended_run(parent: Path, name: str, result: dict[str, Any], minutes: float = 0.0) -> RunPaths:
@@ -119,76 +108,3 @@ def test_a_large_output_folder_is_listed_quickly(tmp_path: Path) -> None:
             assert len(list_runs(tmp_path)) == 50
             seconds.append(time.process_time() - start)
     assert min(seconds) < 0.1, seconds  # 0.01 here; the events alone would take 0.5
-
-
-# --- annotations ---
-
-
-def test_titles_and_notes_are_kept_and_shown(tmp_path: Path) -> None:
-    paths = sweep(tmp_path, [trial(0, value=0.5)])
-    assert read_annotations(paths.folder) == Annotations()
-    rename(paths.folder, " wider\x1b[31m network\n")
-    set_note(paths.folder, 3, "too slow")
-    set_note(paths.folder, 4, "odd")
-    set_note(paths.folder, 3, "")
-    assert read_annotations(paths.folder).notes == {"4": "odd"}
-    assert texts(tmp_path)[0].startswith("wider [31m network · interrupted · ")
-    rename(paths.folder, "")
-    assert texts(tmp_path)[0].startswith("sweep-0001 · ")
-    assert read_annotations(paths.folder).notes == {"4": "odd"}
-
-
-@pytest.mark.parametrize(
-    "content", ["{", "[]", '{"title": 7, "notes": [1]}', '{"notes": {"3": 7}}']
-)
-def test_damaged_annotations_are_empty(tmp_path: Path, content: str) -> None:
-    paths = write_run(tmp_path, "one")
-    (paths.folder / "annotations.json").write_text(content)
-    assert read_annotations(paths.folder) == Annotations()
-    rename(paths.folder, "new")
-    assert read_annotations(paths.folder).title == "new"
-
-
-def test_a_long_title_is_cut(tmp_path: Path) -> None:
-    paths = write_run(tmp_path, "one")
-    rename(paths.folder, "x" * 10_000)
-    assert len(read_annotations(paths.folder).title) == 80
-
-
-# --- trash ---
-
-
-def test_a_run_in_the_trash_is_listed_nowhere(tmp_path: Path) -> None:
-    kept = write_run(tmp_path, "kept", events=[{"type": "run"}])
-    paths = write_run(tmp_path, "gone", events=[{"type": "run"}])
-    target = move_to_trash(paths.folder)
-    assert target == tmp_path / ".trash" / "gone"
-    assert (target / "events.jsonl").exists()
-    assert not paths.folder.exists()
-    assert [one.folder for one in list_runs(tmp_path)] == [kept.folder]
-    assert runs_in(tmp_path) == [kept] == runs_below(tmp_path)
-    assert newest(tmp_path) == kept.folder
-
-
-def test_a_live_run_and_another_folder_are_not_deleted(tmp_path: Path) -> None:
-    paths = write_run(tmp_path, "one", events=[{"type": "run"}])
-    with hold_lock(paths), pytest.raises(RunFolderError, match=r"(?s)one is running.*stop it"):
-        move_to_trash(paths.folder)
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(RunFolderError, match="there is no run in"):
-        move_to_trash(tmp_path / "mine")
-    assert paths.folder.exists()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_is_an_error_of_three_parts(tmp_path: Path) -> None:
-    paths = write_run(tmp_path, "one")
-    for folder in (paths.folder, tmp_path):
-        folder.chmod(0o500)
-    try:
-        for change in (lambda: rename(paths.folder, "x"), lambda: move_to_trash(paths.folder)):
-            with pytest.raises(RunFolderError, match=r"(?s)cannot be written.*Allowed.*Do now"):
-                change()
-    finally:
-        for folder in (tmp_path, paths.folder):
-            folder.chmod(0o700)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from run_folders import NOON, SWEEP_CONFIG, hold_lock, sweep, trained, trial, write_run
 
-from nbtoolkit.panel.actions import offered_buttons
+from nbtoolkit.panel.buttons import offered_buttons
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.study.table import SweepTable
 from nbtoolkit.views.state import State, read_state
@@ -383,9 +383,10 @@ def test_a_live_run_shows_its_newest_readings_and_a_minute_of_them(tmp_path: Pat
         history = state.devices()[0].history
         assert [at - NOON for at, _ in history] == [90.0 + 5 * n for n in range(13)]
         assert history[-2:] == [(NOON + 145, 0.29), (NOON + 150, 0.87)]
-        append(paths, device(155, {**gpu, "utilization": None}))
+        hot = {**gpu, "utilization": None, "memory_total": 16 * 10**9, "temperature": 71}
+        append(paths, device(155, hot))
         state.refresh()
-        assert state.devices()[0].text == "11.2 GB"
+        assert state.devices()[0].text == "11.2 of 16.0 GB, 71 °C"
 
 
 def test_an_ended_sweep_shows_what_its_trials_used_on_the_mean(tmp_path: Path) -> None:

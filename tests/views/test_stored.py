@@ -18,9 +18,9 @@ from nbtoolkit.run.output import charts
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.study.importance import Importance, ParameterShare
 from nbtoolkit.tuning.learning_rate import LearningRate
-from nbtoolkit.views.live import mime_bundle, quick_page, static
 from nbtoolkit.views.page import page_html
 from nbtoolkit.views.state import read_state
+from nbtoolkit.views.watch import static
 
 # What of our pages JupyterLab 4.6.6 lets through: _generateOptions() of
 # packages/apputils/src/sanitizer.ts, checked below against the installed JupyterLab.
@@ -90,8 +90,8 @@ STORED: dict[str, Callable[[Path], str]] = {
     "the handle of a cross-validation": lambda parent: static(cross_validation(parent)),
     "the handle of a sweep": lambda parent: static(sweep(parent)),
     "a sweep with two objectives": lambda parent: static(several_objectives(parent)),
-    "a live view": lambda parent: live_view(sweep(parent, ended=9, status="running")),
-    "the end of a live view": lambda parent: ended_view(sweep(parent)),
+    "a live view": lambda parent: static(sweep(parent, ended=9, status="running")),
+    "the result of a sweep": lambda parent: page_html(read_state(sweep(parent).folder)),
     "a chart": lambda parent: charts().result_chart(sweep(parent), "history")._repr_html_(),
     "the importance": shares,
     "a finder": lambda _: LearningRate(
@@ -100,16 +100,6 @@ STORED: dict[str, Callable[[Path], str]] = {
     "a report": lambda parent: nb.report(reported(parent).folder)._repr_html_() or "",
     "a panel": lambda parent: panel_of(reported(parent)),
 }
-
-
-def live_view(paths: RunPaths) -> str:
-    state = read_state(paths.folder)
-    return mime_bundle(state, quick_page(state))["text/html"]
-
-
-def ended_view(paths: RunPaths) -> str:
-    state = read_state(paths.folder)
-    return mime_bundle(state, page_html(state))["text/html"]
 
 
 def panel_of(paths: RunPaths) -> str:

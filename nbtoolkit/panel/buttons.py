@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from pprint import pformat
@@ -17,16 +14,13 @@ from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.launch import launch
 from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.launcher.train_function import Train
-from nbtoolkit.panel.form import FormState, Validation
+from nbtoolkit.panel.form import Validation
 from nbtoolkit.run.attempts import run_config
-from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.search.sweep import FOLDS_FILE, sweep, sweep_to_resume
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, read_sweep_config
 from nbtoolkit.study.sweep_config import SweepConfig
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.tasks.find import find_task
-from nbtoolkit.text_table import duration
-from nbtoolkit.views.runs import plain_name
 from nbtoolkit.views.state import State
 
 _NO_FORM = Validation()
@@ -38,7 +32,7 @@ BUTTONS = {
     "pause": ("Pause", "Finish what runs and start nothing more"),
     "stop": ("Stop", "Stop everything at its next report; Resume continues it"),
     "train_best": ("Train best settings", "Train once with the best settings of the sweep"),
-    "add_trials": ("+ trials", "Run as many more trials as the number in the trials' card says"),
+    "add_trials": ("+ trials", "Run as many more trials as the number beside it says"),
     "launch": ("Launch", "Train once with these settings, on every device"),
     "sweep": ("Sweep", "Search for the best settings; continues when the kernel ends"),
     "cross_validate": ("Cross-validate", "Train once per fold with these settings"),
@@ -47,8 +41,6 @@ BUTTONS = {
 
 STARTS = ("launch", "sweep", "cross_validate")
 """Those that start something new."""
-
-_ASKS_AFTER = 300.0  # seconds of a run after which Stop asks
 
 
 def offered_buttons(
@@ -66,7 +58,7 @@ def offered_buttons(
     form = validation.form
     idle = form is not None and (state is None or not state.live)
     names = {"launch": idle, "cross_validate": idle and folds is not None}
-    names["sweep"] = form is not None and idle and bool(form.space.strip())
+    names["sweep"] = form is not None and idle and form.is_sweep
     if state is not None:
         ended = state.over and not state.gone
         sweep_ended = ended and state.ended is not None and not state.paths.owned()
@@ -98,19 +90,13 @@ def refusal(
             do = "panel.watch(None), or (none) in the list of runs; it leaves that run running"
     elif name in STARTS:
         nothing = f"there {'are no folds' if name == 'cross_validate' else 'is no space'}"
-        wrong = [f"{setting}: {text}" for setting, text in validation.mistakes.items()]
+        wrong = [f"{setting}: {text}" for setting, text in validation.errors.items()]
         reason = f": {[*wrong, nothing][0]}"
     return LaunchError(
         f"{BUTTONS[name][0] if name in BUTTONS else name} cannot be pressed now{reason}",
         allowed=", ".join(sorted(enabled)) or "nothing",
         do=do,
     )
-
-
-def question_before(button: str, state: State | None) -> str:
-    """Return what is asked before a clicked button acts; empty: it acts at once."""
-    seconds = 0.0 if button != "stop" or state is None else state.elapsed()
-    return f"Stop after {duration(seconds)}?" if seconds > _ASKS_AFTER else ""
 
 
 def parsed_button(button: str, default: int | None = None) -> tuple[str, int]:
@@ -176,46 +162,10 @@ def start(name: str, train: Train | None, validation: Validation, folds: Folds |
     return sweep(function, config, space, folds=used, resume=resume, **_BACKGROUND)
 
 
-def continued_sweep(
-    train: Train | None, validation: Validation, folds: Folds | None
-) -> RunPaths | None:
-    """Return the unfinished sweep that the button *Sweep* continues; None: it begins a new one.
-
-    Where that is not known without importing a task or loading its data, it is None, too.
-
-    Args:
-        train: the function; None: the one that ``task`` names.
-        validation: of the form.
-        folds: of the panel.
-    """
-    config, sweep_config = validation.config, validation.sweep_config
-    if config is None or sweep_config is None:
-        return None
-    module = config.task.partition(":")[0]
-    if not _knows_folds(sweep_config, folds) or (train is None and module not in sys.modules):
-        return None
-    function = train if train is not None else find_task(config.task)
-    used = folds if sweep_config.folds.k else None
-    return sweep_to_resume(function, config, sweep_config.to_dict(), used)
-
-
 def _knows_folds(sweep_config: SweepConfig, folds: Folds | None) -> bool:
     """Whether the folds of a sweep are known without a file and the targets of a task."""
     asked = sweep_config.folds
     return not asked.file and (folds is not None or not asked.k)
-
-
-def sweep_button(state: State | None, unfinished: RunPaths | None) -> tuple[str, str]:
-    """Return label and tooltip of the button *Sweep*, which say what a press does.
-
-    Args:
-        state: of the watched run; None: none is watched.
-        unfinished: from :func:`continued_sweep`.
-    """
-    label, tooltip = BUTTONS["sweep"]
-    if unfinished is not None:
-        return "Continue sweep", f"Continue {plain_name(unfinished)}, which has these settings"
-    return "New sweep" if state is not None and state.kind == "sweep" else label, tooltip
 
 
 def control(name: str, state: State, train: Train | None, number: int = 0) -> RunHandle | None:
@@ -324,43 +274,25 @@ def code_of_form(validation: Validation, train: Train | None) -> str:
     form = validation.form
     if form is None or validation.config is None:
         return "# something in Set up is wrong"
-    space = None if validation.sweep_config is None else form.parsed_space()
-    trials = None if space is None else form.n_trials()
-    return python_cell(form.overrides(), space, trials, train=_name(train))
+    changed = validation.config.differences(Config())
+    overrides = {name: new for name, (new, _) in changed.items()}
+    sweep_config = validation.sweep_config
+    search = None if sweep_config is None else _without_defaults(sweep_config)
+    return python_cell(overrides, search, train=_name(train))
 
 
-def code_of_best(state: State | None, train: Train | None) -> str:
-    """Return a cell that trains once with the best settings, in full digits; empty without."""
-    best = best_config(state)
-    return "" if best is None else python_cell(FormState(best).overrides(), train=_name(train))
+def _without_defaults(sweep_config: SweepConfig) -> dict[str, object]:
+    settings = sweep_config.model_dump(exclude_defaults=True)
+    return {name: value for name, value in settings.items() if value}
 
 
 def _name(train: Train | None) -> str:
     return "" if train is None else getattr(train, "__name__", "train")
 
 
-def write_trials(state: State) -> Path:
-    """Write a sweep's trials to ``trials.csv`` in its folder, a row each; return the file."""
-    if not isinstance(state.table, SweepTable):
-        raise LaunchError("there are no trials", allowed="a sweep", do="choose a sweep of the list")
-    trials = [trial for _, trial in sorted(state.table.trials.items())]
-    names = list(dict.fromkeys(name for trial in trials for name in trial.params))
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(["trial", "state", *state.table.metrics, "seconds", "reason", *names])
-    for trial in trials:
-        values = [*trial.values, *[""] * len(state.table.metrics)][: len(state.table.metrics)]
-        params = [trial.params.get(name, "") for name in names]
-        writer.writerow([trial.number, trial.state, *values, trial.seconds, trial.reason, *params])
-    file = state.paths.folder / "trials.csv"
-    write_whole(file, text.getvalue())
-    return file
-
-
 def python_cell(
     overrides: Mapping[str, object],
-    space: Mapping[str, object] | None = None,
-    trials: int | None = None,
+    search: Mapping[str, object] | None = None,
     *,
     train: str = "",
 ) -> str:
@@ -368,8 +300,7 @@ def python_cell(
 
     Args:
         overrides: the settings that are not at their default.
-        space: what is searched; None: a single run.
-        trials: the number of trials; None: the space's own.
+        search: the settings of a sweep; None: a single run.
         train: the function's name in the notebook; empty: the one that ``task`` names.
     """
     if train:  # the function itself is passed
@@ -381,11 +312,10 @@ def python_cell(
         module, _, name = str(overrides.get("task", Config().task)).partition(":")
         lines.insert(1, f"from {module} import {name}")
         train = name
-    if space is None:
+    if search is None:
         return "\n".join([*lines, f"result = nb.launch({train}, config)"])
-    count = "" if trials is None else f", n_trials={trials}"
-    searched = _assigned("space = ", space)
-    return "\n".join([*lines, searched, f"result = nb.sweep({train}, config, space{count})"])
+    searched = _assigned("search = ", search)
+    return "\n".join([*lines, searched, f"result = nb.sweep({train}, config, search)"])
 
 
 def _assigned(begin: str, values: Mapping[str, object]) -> str:
