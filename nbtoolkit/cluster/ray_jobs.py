@@ -54,8 +54,8 @@ class Ray:
             lifetime="detached",
             num_cpus=0,
             max_restarts=config.cluster.restarts,
-            # Ray counts its attempts to reach an actor on a lost node, until it knows of the loss, as
-            # retries; max_restarts bounds how often a driver that dies starts again.
+            # Until Ray knows that a node is lost, it counts its attempts to reach an actor there as
+            # retries. max_restarts bounds how often a driver that dies starts again.
             max_task_retries=-1,
             # Trials report while the search runs.
             max_concurrency=1000,
