@@ -23,7 +23,7 @@ from nbtoolkit.errors import (
     NotebookFailed,
     NotebookTimeout,
 )
-from nbtoolkit.run.paths import announced_runs, read_json, write_whole
+from nbtoolkit.run.paths import announced_runs, read_json
 from nbtoolkit.text_table import html_table
 
 _LOCK_TRIES = 3
@@ -98,14 +98,6 @@ class NotebookFiles:
             old.unlink(missing_ok=True)
         return log
 
-    def write_html(self, notebook: str) -> None:
-        """Write the page of an executed notebook, given as its JSON text."""
-        import nbformat
-        from nbconvert.exporters.html import HTMLExporter
-
-        page, _ = HTMLExporter().from_notebook_node(nbformat.reads(notebook, as_version=4))
-        write_whole(self.html, page, durable=False)
-
 
 def _lock(log: TextIO) -> bool:
     """Lock an open log; return False if a run holds the lock.
@@ -163,15 +155,15 @@ def fresh_name(name: str) -> str:
 
 
 class RunningRecord(TypedDict):
-    """The record of a notebook that runs in the background."""
+    """The record of a notebook that runs."""
 
     status: Literal["running"]
     pid: int
     """The process that :meth:`NotebookHandle.stop` interrupts."""
 
 
-FailureKind = Literal["error", "exit", "death", "timeout", "kernel", "interrupt"]
-"""``kernel``: the kernel did not start."""
+FailureKind = Literal["error", "exit", "death", "timeout", "kernel", "disk", "interrupt"]
+"""``kernel``: the kernel did not start. ``disk``: the executed copy could not be written."""
 
 
 class CellFailure(TypedDict):
@@ -375,6 +367,11 @@ class NotebookHandle:
         """Return the error of a run that ended without a record of its outcome."""
         if self._stop_requested:
             return NotebookFailed(f"the notebook {self.output} was stopped before it began")
+        if self._process is not None and self._process.returncode == os.EX_IOERR:
+            return NotebookFailed(
+                f"{self._files.record} cannot be written: the disk is full, or the folder is gone",
+                do="free some space, and run the notebook again",
+            )
         error = NotebookDied(
             "\n".join([f"the process that ran {self.output} is gone", *last_lines(self.log)]),
             allowed="unfinished launches of its cells resume from their checkpoints",

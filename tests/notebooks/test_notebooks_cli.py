@@ -77,17 +77,3 @@ def test_an_interrupt_ends_the_kernel_and_says_where_it_was(tmp_path: Path) -> N
     assert "interrupted" in told
     all_gone({kernel})  # a zombie counts as gone: its new parent may be slow to reap it
     assert read_json(tmp_path / "d.run.json")["failure"]["kind"] == "interrupt"
-
-
-def test_the_command_does_not_wait_for_grammars_of_uris_and_hadoop() -> None:
-    program = """
-import sys
-from nbtoolkit.notebooks.job import skip_slow_imports
-skip_slow_imports()
-import nbformat
-from nbformat.v4 import new_notebook
-nbformat.validate(new_notebook())
-import papermill.execute
-assert not {"lark", "pyarrow.fs"} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=SECONDS)

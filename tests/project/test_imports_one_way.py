@@ -42,7 +42,6 @@ LAYERS = (
     "competition",
     "attach",
     "notebooks",
-    "pipeline",
     "lint",
     "kaggle",
     "views",
