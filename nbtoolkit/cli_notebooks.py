@@ -114,7 +114,7 @@ def lint(
     json: Annotated[bool, typer.Option("--json", help="Print the hazards as JSON.")] = False,
 ) -> int:
     """Report code in notebooks that would fail on other devices or with several ranks."""
-    from nbtoolkit.lint.linter import find_hazards, report
+    from nbtoolkit.notebooks.lint import find_hazards, report
 
     hazards = {path: find_hazards(path) for path in notebooks}
     print(report(hazards, as_json=json))

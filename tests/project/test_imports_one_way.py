@@ -42,7 +42,6 @@ LAYERS = (
     "competition",
     "attach",
     "notebooks",
-    "lint",
     "kaggle",
     "views",
     # It measures by launches and draws what it measured.

@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from nbtoolkit.lint.rules import (
+from nbtoolkit.notebooks.document import read_as_saved
+from nbtoolkit.notebooks.lint_rules import (
     built_before_launch,
     device_in_kernel,
     fixed_device,
     lone_collectives,
     unguarded_writes,
 )
-from nbtoolkit.lint.source import Hazard, NotebookProgram, read_cells
-from nbtoolkit.notebooks.document import read_as_saved
+from nbtoolkit.notebooks.program import Hazard, NotebookProgram, read_cells
 from nbtoolkit.text_table import counted
 
 _RULES = (

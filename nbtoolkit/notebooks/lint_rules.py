@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from nbtoolkit.lint.source import Hazard, NotebookProgram, Site, hazard, mentions_rank
+from nbtoolkit.notebooks.program import Hazard, NotebookProgram, Site, hazard, mentions_rank
 
 # --- devices ---
 
