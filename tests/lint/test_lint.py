@@ -14,7 +14,7 @@ from programs import write_program
 
 from nbtoolkit.errors import NotebookError
 from nbtoolkit.notebooks.lint import find_hazards
-from nbtoolkit.notebooks.program import ADVICE, Hazard
+from nbtoolkit.notebooks.lint_rules import ADVICE, Hazard
 
 ROOT = Path(__file__).resolve().parents[2]
 
