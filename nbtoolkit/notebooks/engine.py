@@ -1,18 +1,21 @@
-"""Extend papermill's engine by what none of its arguments gives: three lines of a client each.
+"""Extend papermill's engine by what none of its arguments gives.
 
 Papermill runs the cells. Its client has no limit for output, so that a flood fills the memory of
 this process and the executed copy. It sends the next cell to a kernel that is ending after
-``exit()``. And it marks the cell in which a kernel died as completed, without the kernel's exit
-code. Import this module only to run a notebook: papermill takes half a second to load.
+``exit()``. It marks a cell in which the kernel died as completed, and does not tell the kernel's
+exit code. And it writes the executed copy in place, so that a reader, or a kill, finds half of it.
+
+Import this module only to run a notebook: papermill takes half a second to load.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import resource
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypedDict
 
@@ -23,36 +26,97 @@ from papermill.engines import NBClientEngine, papermill_engines
 from nbtoolkit.host import memory_limit
 from nbtoolkit.launcher.failures import describe
 from nbtoolkit.notebooks.document import executed_copy, is_own_code
-from nbtoolkit.notebooks.handle import CellFailure, FailureKind
+from nbtoolkit.notebooks.handle import FailureKind
 from nbtoolkit.run.paths import write_whole
 from nbtoolkit.text_table import gib
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from nbformat import NotebookNode
     from papermill.engines import NotebookExecutionManager
+
+    from nbtoolkit.notebooks.job import NotebookJob
 
 ENGINE = "nbtoolkit"
 
 # Seconds between two saves while one cell keeps writing output.
 _SAVE_SECONDS = 10.0
 
+# Seconds between two updates of the line of a cell.
+_PROGRESS_SECONDS = 0.2
+
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class CellProgress:
+    """Writes a line per cell to the process that waits; updates it while the cell runs.
+
+    Args:
+        descriptor: a pipe to that process; None: nobody waits.
+        cells: number of cells.
+        width: columns of the terminal; 0 writes finished cells only.
+    """
+
+    def __init__(self, descriptor: int | None, cells: int, width: int) -> None:
+        self._pipe = None if descriptor is None else os.fdopen(descriptor, "w", encoding="utf-8")
+        self._cells, self._width = cells, width
+        self._label = ""
+        self._started_at = self._written_at = 0.0
+
+    def start(self, number: int, source: str) -> None:
+        """Begin the line of a cell; it shows the first statement that is not an import."""
+        lines = [line.strip() for line in source.splitlines() if line.strip()]
+        statements = [line for line in lines if not line.startswith(("#", "import ", "from "))]
+        shown = (statements or lines or [""])[0]
+        self._label = f"[{number}/{self._cells}] {shown[:60]}"
+        self._started_at = time.monotonic()
+        self._update("")
+
+    def output(self, text: str) -> None:
+        """Show the last line of the running cell's output."""
+        if time.monotonic() - self._written_at >= _PROGRESS_SECONDS and text.strip():
+            self._update(text.strip().splitlines()[-1])
+
+    def end(self, outcome: str) -> None:
+        """Complete the line; ``outcome`` says how the cell failed, if it did."""
+        line = f"{self._line(outcome)}\n"
+        self._write(f"\r\x1b[K{line}" if self._width else line)
+
+    def _update(self, text: str) -> None:
+        if self._width:
+            self._write(f"\r\x1b[K{self._line(text)[: self._width - 1]}")
+
+    def _line(self, text: str) -> str:
+        line = f"{self._label}  {time.monotonic() - self._started_at:.1f} s"
+        return f"{line}  {text}" if text else line
+
+    def _write(self, text: str) -> None:
+        self._written_at = time.monotonic()
+        if self._pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # the parent has ended: a signal comes
+                self._pipe.write(text)
+                self._pipe.flush()
+
+
+@dataclass(frozen=True)
+class CellFailure:
+    """The failure that ended a run."""
+
+    kind: FailureKind
+    cell: int
+    """Number of the code cell, from 1; 0: the run failed before the first cell."""
+    what: str
+    """A sentence without a subject: ``raised ValueError: no luck``."""
+    traceback: str = ""
+    """Without colour codes; empty unless a cell raised."""
 
 
 @dataclass(kw_only=True)
 class Execution:
     """A running notebook: its limits, and its state so far."""
 
-    copy: Path
-    """Path of the executed copy."""
-    show: Callable[[str, str], None]
-    """Is told ``start``, ``output`` or ``end`` of a cell, and a text."""
-    cell_timeout: float | None
-    timeout: float | None
-    """The time of the whole notebook counts from the creation of this object."""
-    max_output: int
+    job: NotebookJob
+    """Its time for the whole notebook counts from the creation of this object."""
+    progress: CellProgress
     notebook: NotebookNode
     """The notebook; once the kernel has started, papermill's copy with the outputs so far."""
     started: bool = False
@@ -67,10 +131,14 @@ class Execution:
 
     def time_left(self, _: NotebookNode | None = None) -> float | None:
         """Seconds that the cell which starts now may take; None: no limit. Never 0: no limit."""
-        left = [] if self.cell_timeout is None else [self.cell_timeout]
-        if self.timeout is not None:
-            left.append(self.started_at + self.timeout - time.monotonic())
+        left = [] if self.job.cell_timeout is None else [self.job.cell_timeout]
+        if self.job.timeout is not None:
+            left.append(self.started_at + self.job.timeout - time.monotonic())
         return max(0.01, min(left)) if left else None
+
+    def fail(self, kind: FailureKind, what: str) -> None:
+        """Record a failure of the running cell; only the first one counts."""
+        self.failure = self.failure or CellFailure(kind, self.number, what)
 
     def start_cell(self, cell: NotebookNode, notebook: NotebookNode) -> None:
         """Record that a cell starts."""
@@ -78,29 +146,29 @@ class Execution:
         self.clear_output()
         if is_own_code(cell):
             self.number += 1
-            self.show("start", cell.source)
+            self.progress.start(self.number, cell.source)
 
     def end_cell(self, cell: NotebookNode) -> None:
         """Record that a cell has ended, successfully or not, and save the executed copy."""
         if self._omitted:
             from nbformat.v4 import new_output
 
-            text = f"\n... {self._omitted:,} characters more: {self.copy.with_suffix('.run.log')}\n"
+            text = f"\n... {self._omitted:,} characters more: {self.job.files.log}\n"
             cell.outputs.append(new_output("stream", name="stderr", text=text))
         if is_own_code(cell):
-            self.show("end", self.failure["kind"] if self.failure else "")
+            self.progress.end(self.failure.kind if self.failure else "")
         self.save()
 
     def write_output(self, text: str) -> str:
         """Log text that the running cell writes; return the part that the notebook keeps."""
         sys.stdout.write(text)
         sys.stdout.flush()
-        self.show("output", text)
+        self.progress.output(text)
         return text[: self.count_output(len(text))]
 
     def count_output(self, size: int) -> int:
         """Count an output of ``size`` characters; return how many of them the notebook keeps."""
-        kept = max(0, min(size, self.max_output - self._size))
+        kept = max(0, min(size, self.job.max_output - self._size))
         self._size += size
         self._omitted += size - kept
         return kept
@@ -112,7 +180,7 @@ class Execution:
     def save(self, every: float = 0.0) -> None:
         """Write the executed copy with the outputs so far, if the last time is long enough ago."""
         if time.monotonic() - self._saved_at >= every:
-            write_whole(self.copy, executed_copy(self.notebook), durable=False)
+            write_whole(self.job.files.copy, executed_copy(self.notebook), durable=False)
             self._saved_at = time.monotonic()
 
 
@@ -210,7 +278,7 @@ class Client(PapermillNotebookClient):
         if kind != "error":
             traceback = ""
         plain = _COLOURS.sub("", traceback)
-        return {"cell": self._execution.number, "kind": kind, "what": what, "traceback": plain}
+        return CellFailure(kind, self._execution.number, what, plain)
 
     def _describe_death(self) -> str:
         process = getattr(self.km.provisioner, "process", None)
@@ -220,11 +288,10 @@ class Client(PapermillNotebookClient):
         return f"{describe(code)}; it used at most {gib(peak)} of {gib(memory_limit())}"
 
     def _describe_timeout(self) -> str:
-        execution = self._execution
-        limit = execution.timeout
-        if limit is not None and time.monotonic() - execution.started_at >= limit:
-            return f"was still running after the {limit:g} s that the notebook may take"
-        return f"took longer than the {execution.cell_timeout:g} s that a cell may"
+        job, started_at = self._execution.job, self._execution.started_at
+        if job.timeout is not None and time.monotonic() - started_at >= job.timeout:
+            return f"was still running after the {job.timeout:g} s that the notebook may take"
+        return f"took longer than the {job.cell_timeout:g} s that a cell may"
 
 
 class Engine(NBClientEngine):

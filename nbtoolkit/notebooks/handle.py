@@ -166,16 +166,15 @@ FailureKind = Literal["error", "exit", "death", "timeout", "kernel", "disk", "in
 """``kernel``: the kernel did not start. ``disk``: the executed copy could not be written."""
 
 
-class CellFailure(TypedDict):
-    """The failure that ended a run."""
+class FailureRecord(TypedDict):
+    """Why a run failed: the parts of the error to raise."""
 
+    kind: FailureKind
     cell: int
     """Number of the code cell, from 1; 0: the run failed before the first cell."""
-    kind: FailureKind
     what: str
-    """A sentence without a subject: ``raised ValueError: no luck``."""
-    traceback: str
-    """Without colour codes; empty unless a cell raised."""
+    allowed: str
+    do: str
 
 
 class NotebookRecord(TypedDict):
@@ -188,9 +187,7 @@ class NotebookRecord(TypedDict):
     values: dict[str, Any]
     html: bool
     seconds: float
-    failure: CellFailure | None
-    error: dict[str, str] | None
-    """The parts of the error to raise: what, allowed, do."""
+    failure: FailureRecord | None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -249,9 +246,9 @@ def result_of(files: NotebookFiles, record: NotebookRecord) -> NotebookResult:
     Raises:
         NotebookFailed: the run failed; or one of its subclasses, as ``nb.run_notebook`` says.
     """
-    failure = record["failure"]
-    if failure and record["error"]:
-        error = _ERRORS.get(failure["kind"], NotebookFailed)(**record["error"])
+    if failure := record["failure"]:
+        kind = _ERRORS.get(failure["kind"], NotebookFailed)
+        error = kind(failure["what"], allowed=failure["allowed"], do=failure["do"])
         error.cell, error.output = failure["cell"], files.copy
         raise error
     return NotebookResult(

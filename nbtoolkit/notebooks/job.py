@@ -14,14 +14,10 @@ import os
 import pickle
 import secrets
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from nbtoolkit.notebooks.document import executed_copy, numbered, with_parameters
 from nbtoolkit.notebooks.handle import (
     LAST_LINES,
-    CellFailure,
+    FailureRecord,
     NotebookFiles,
     NotebookRecord,
     indented,
@@ -41,7 +37,7 @@ from nbtoolkit.run.paths import RUNS_FILE, read_json, write_json, write_whole
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
-    from nbtoolkit.notebooks.engine import Execution
+    from nbtoolkit.notebooks.engine import CellFailure, Execution
 
 # Maximum length in bytes of a Unix socket's path, see man 7 unix.
 _SOCKET_LENGTH = 107
@@ -51,11 +47,8 @@ _SOCKET_LENGTH = 107
 _LOST_OUTPUT_SECONDS = 60
 
 # Seconds for a live kernel to answer; a dead one is noticed at once. ipykernel takes 1 s to start,
-# and a minute from a cold disk beside other work. A notebook with a shorter time limit waits less.
-_START_SECONDS, _LEAST_START_SECONDS = 600.0, 60.0
-
-# Seconds between two lines of a cell's output that are shown.
-_SHOW_SECONDS = 0.2
+# and a minute from a cold disk beside other work.
+_START_SECONDS = 600
 
 _PR_SET_PDEATHSIG = 1
 
@@ -88,6 +81,8 @@ class NotebookJob:
     """Descriptor of a pipe to the process that waits for the run; None: nobody waits."""
     parent: int = 0
     """Pid of the process that waits."""
+    width: int = 0
+    """Columns of its terminal, where a cell's line is updated; 0: only finished cells."""
 
 
 def main() -> None:
@@ -116,27 +111,23 @@ def run(job: NotebookJob) -> None:
     Raises:
         OSError: the record cannot be written.
     """
-    from nbtoolkit.notebooks.engine import Execution
+    from nbtoolkit.notebooks.engine import CellProgress, Execution
 
-    execution = Execution(
-        copy=job.files.copy,
-        notebook=job.notebook,
-        show=_Progress(job.progress).show,
-        cell_timeout=job.cell_timeout,
-        timeout=job.timeout,
-        max_output=job.max_output,
-    )
-    with _private_folder() as folder:
-        published, reached, token = folder / "published.json", folder / "reached", _token()
+    cells = len([*numbered(job.notebook)])
+    progress = CellProgress(job.progress, cells, job.width)
+    execution = Execution(job=job, progress=progress, notebook=job.notebook)
+    with tempfile.TemporaryDirectory(prefix="nbtoolkit-", dir=_short_tmp()) as name:
+        folder, token = Path(name), secrets.token_hex(8)
+        published, reached = folder / "published.json", folder / "reached"
         os.environ["IPYTHONDIR"] = str(folder / "ipython")
         os.environ[PUBLISHED] = str(published)
         os.environ[RUNS_FILE] = str(job.files.runs)
         try:
             _run_papermill(job, execution, folder, _sentinel(reached, token))
         except KeyboardInterrupt:
-            execution.failure = _failure(execution, "interrupt", "was interrupted")
-        if not execution.failure and not (reached.exists() and reached.read_text() == token):
-            execution.failure = _failure(execution, "exit", "ended before its last cell")
+            execution.fail("interrupt", "was interrupted")
+        if not (reached.exists() and reached.read_text() == token):
+            execution.fail("exit", "ended before its last cell")
         _record(job, execution, read_json(published) or {})
 
 
@@ -148,9 +139,6 @@ def _run_papermill(job: NotebookJob, execution: Execution, folder: Path, sentine
 
     from nbtoolkit.notebooks.engine import ENGINE
 
-    if job.html:
-        threading.Thread(target=_import_for_page).start()
-    start_seconds = max(_LEAST_START_SECONDS, job.timeout or _START_SECONDS)
     # Sockets instead of ports: two kernels cannot choose the same port, and no other user of the
     # machine can connect.
     kernel = {
@@ -170,7 +158,7 @@ def _run_papermill(job: NotebookJob, execution: Execution, folder: Path, sentine
             execution=execution,
             client_options={
                 "config": Config({"KernelManager": kernel}),
-                "startup_timeout": int(min(start_seconds, _START_SECONDS)),
+                "startup_timeout": min(_START_SECONDS, max(60, int(job.timeout or _START_SECONDS))),
                 "timeout_func": execution.time_left,
                 "iopub_timeout": _LOST_OUTPUT_SECONDS,
                 "raise_on_iopub_timeout": False,
@@ -183,11 +171,10 @@ def _run_papermill(job: NotebookJob, execution: Execution, folder: Path, sentine
     except (RuntimeError, OSError) as error:
         if not execution.started:
             # The kernel died before it answered, or its program does not exist.
-            what = f"could not start its kernel {job.kernel!r}: {error}"
-            execution.failure = _failure(execution, "kernel", what)
+            execution.fail("kernel", f"could not start its kernel {job.kernel!r}: {error}")
         elif isinstance(error, OSError):
-            what = f"was not saved: {job.files.copy} cannot be written: {error.strerror or error}"
-            execution.failure = _failure(execution, "disk", what)
+            reason = error.strerror or error
+            execution.fail("disk", f"was not saved: {job.files.copy} cannot be written: {reason}")
         else:
             raise
 
@@ -195,7 +182,7 @@ def _run_papermill(job: NotebookJob, execution: Execution, folder: Path, sentine
 def _record(job: NotebookJob, execution: Execution, values: dict[str, Any]) -> None:
     """Write the executed copy, its page and the record."""
     failure = execution.failure
-    note = "\n".join([_sentence(job, failure), failure["traceback"]]) if failure else ""
+    note = f"{_sentence(job, failure)}\n{failure.traceback}" if failure else ""
     copy = executed_copy(execution.notebook, note)
     record: NotebookRecord = {
         "status": "failed" if failure else "completed",
@@ -205,8 +192,7 @@ def _record(job: NotebookJob, execution: Execution, values: dict[str, Any]) -> N
         "values": values,
         "html": job.html and _write_page(job.files, copy),
         "seconds": round(time.monotonic() - execution.started_at, 3),
-        "failure": failure,
-        "error": _error(job, failure) if failure else None,
+        "failure": _failure_record(job, failure) if failure else None,
     }
     # A disk that was full may have room for the record, which is small.
     with contextlib.suppress(OSError) if failure else contextlib.nullcontext():
@@ -234,83 +220,39 @@ def _write_page(files: NotebookFiles, notebook: str) -> bool:
     return True
 
 
-def _failure(execution: Execution, kind: Any, what: str) -> CellFailure:
-    """Return the failure of the running cell; the first one counts."""
-    failure: CellFailure = {"cell": execution.number, "kind": kind, "what": what, "traceback": ""}
-    return execution.failure or failure
-
-
 def _sentence(job: NotebookJob, failure: CellFailure) -> str:
-    number, what = failure["cell"], failure["what"]
-    return f"{f'code cell {number} of ' if number else ''}{job.source.name} {what}"
+    place = f"code cell {failure.cell} of " if failure.cell else ""
+    return f"{place}{job.source.name} {failure.what}"
 
 
-def _error(job: NotebookJob, failure: CellFailure) -> dict[str, str]:
+def _failure_record(job: NotebookJob, failure: CellFailure) -> FailureRecord:
     """Return the parts of the error that describes a failure."""
     lines = [_sentence(job, failure)]
-    cell = dict(numbered(job.notebook)).get(failure["cell"])
-    if cell is not None and failure["kind"] != "error":  # a traceback shows the line itself
+    cell = dict(numbered(job.notebook)).get(failure.cell)
+    if cell is not None and failure.kind != "error":  # a traceback shows the line itself
         lines += ["  The cell:", *indented(cell.source, LAST_LINES)]
-    if failure["traceback"]:
-        lines += indented(failure["traceback"], 4 * LAST_LINES)
-    elif failure["kind"] != "interrupt":
+    if failure.traceback:
+        lines += indented(failure.traceback, 4 * LAST_LINES)
+    elif failure.kind != "interrupt":
         lines += last_lines(job.files.log)
+    words = ["nbtoolkit", "run", str(job.source), "--output", str(job.files.copy)]
+    for name, value in job.values.items():
+        words += ["-p", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     return {
+        "kind": failure.kind,
+        "cell": failure.cell,
         "what": "\n".join(lines),
-        "allowed": _ADVICE.get(failure["kind"], ""),
-        "do": f"look at {job.files.copy}, correct the cause, and run: {_command(job)} "
+        "allowed": _ADVICE.get(failure.kind, ""),
+        "do": f"look at {job.files.copy}, correct the cause, and run: {shlex.join(words)} "
         "(an unfinished launch or sweep in it resumes from its checkpoint)",
     }
 
 
-def _command(job: NotebookJob) -> str:
-    """Return the shell command that repeats the run."""
-    words = ["nbtoolkit", "run", str(job.source), "--output", str(job.files.copy)]
-    for name, value in job.values.items():
-        words += ["-p", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
-    return shlex.join(words)
-
-
-class _Progress:
-    """Sends what the cells do to the process that waits for the run, as lines of JSON."""
-
-    def __init__(self, descriptor: int | None) -> None:
-        self._pipe = None if descriptor is None else os.fdopen(descriptor, "w", buffering=1)
-        self._shown_at = 0.0
-
-    def show(self, kind: str, text: str) -> None:
-        """Send a step of a cell: see :attr:`Execution.show`."""
-        if self._pipe is None:
-            return
-        if kind == "output":
-            if time.monotonic() - self._shown_at < _SHOW_SECONDS:
-                return
-            text = (text.strip().splitlines() or [""])[-1]
-        self._shown_at = time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # the parent has ended; a signal says it, too
-            print(json.dumps([kind, text]), file=self._pipe)
-
-
-@contextmanager
-def _private_folder() -> Iterator[Path]:
-    """Make a temporary folder for a kernel's connection file, sockets and IPython profile."""
-    folder = tempfile.mkdtemp(prefix="nbtoolkit-")
-    if len(os.fsencode(folder)) + len("/kernel-5") > _SOCKET_LENGTH:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="nbtoolkit-", dir="/tmp")
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _import_for_page() -> None:
-    """Import the packages for the page (0.5 s) while the kernel starts."""
-    import nbconvert.exporters.html  # noqa: F401
-
-
-def _token() -> str:
-    return secrets.token_hex(8)
+def _short_tmp() -> str:
+    """Return the folder for temporary folders; /tmp where paths of sockets would be too long."""
+    folder = tempfile.gettempdir()
+    longest = len(os.fsencode(folder)) + len("/nbtoolkit-12345678/kernel-5")
+    return folder if longest <= _SOCKET_LENGTH else "/tmp"
 
 
 def _sentinel(reached: Path, token: str) -> str:

@@ -7,25 +7,22 @@ lock on the run's files until it ends.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO, TypedDict, get_args, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, get_args, overload
 
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import MissingExtra, NotebookError, NotebookFailed
 from nbtoolkit.host import in_kernel
 from nbtoolkit.notebooks.document import (
     declared_parameters,
-    numbered,
     read_notebook,
     refuse_syntax_errors,
 )
@@ -155,10 +152,7 @@ def run_notebook(
         timeout=timeout,
         max_output=max_output,
     )
-    with contextlib.closing(job.files.open()) as log:
-        if not wait:
-            return _start(job, log)
-        return _run_here(job, log, _CellProgress(display, len([*numbered(notebook)])))
+    return _run_here(job, display) if wait else _start(job)
 
 
 def _check_options(timeout: float | None, cell_timeout: float | None, display: str) -> None:
@@ -195,25 +189,20 @@ def _find_kernel(notebook: NotebookNode, name: str | None, title: str) -> str:
         title: the notebook's name, for messages.
 
     Raises:
-        NotebookError: the kernel is not installed here, or is not for Python.
+        NotebookError: the kernel is not installed here.
     """
     from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
     kernel = str(name or notebook.metadata.get("kernelspec", {}).get("name") or "python3")
     specs = KernelSpecManager()
     try:
-        spec = specs.get_kernel_spec(kernel)
+        specs.get_kernel_spec(kernel)
     except NoSuchKernel as error:
         raise NotebookError(
             f"{title} needs the kernel {kernel!r}, which is not installed here",
             allowed=", ".join(sorted(specs.find_kernel_specs())) or "none: no kernel is installed",
             do='choose one of these: kernel="python3", or --kernel python3 in a shell',
         ) from error
-    if spec.language.lower() != "python":
-        raise NotebookError(
-            f"the kernel {kernel!r} of {title} runs {spec.language}",
-            allowed="kernels for Python",
-        )
     return kernel
 
 
@@ -232,16 +221,19 @@ _BOOT = (
 _processes: list[subprocess.Popen[bytes]] = []
 
 
-def _run_here(job: NotebookJob, log: TextIO, progress: _CellProgress) -> NotebookResult:
+def _run_here(job: NotebookJob, display: Display) -> NotebookResult:
     """Run a notebook, show its cells, and return its result. An interrupt stops it."""
+    stream = sys.stdout if in_kernel(sys.modules) else sys.stderr
+    width = shutil.get_terminal_size().columns if display == "auto" and stream.isatty() else 0
     read_end, write_end = os.pipe()
-    with os.fdopen(read_end, encoding="utf-8") as steps:
-        with os.fdopen(write_end, "wb"):
-            handle = _start(replace(job, progress=write_end, parent=os.getpid()), log)
-        log.close()  # only the process of the run holds the lock now
+    with open(read_end, "rb", buffering=0) as lines:
+        with open(write_end, "wb"):
+            job = replace(job, progress=write_end, parent=os.getpid(), width=width)
+            handle = _start(job)
         try:
-            for step in steps:
-                progress.show(*json.loads(step))
+            while text := lines.read(65_536):
+                if display != "off":
+                    print(text.decode(errors="replace"), end="", file=stream, flush=True)
             return handle.result()
         except KeyboardInterrupt:
             handle.stop()
@@ -250,31 +242,28 @@ def _run_here(job: NotebookJob, log: TextIO, progress: _CellProgress) -> Noteboo
             raise
 
 
-def _start(job: NotebookJob, log: TextIO) -> NotebookHandle:
+def _start(job: NotebookJob) -> NotebookHandle:
     """Start the process of a run.
 
-    Args:
-        job: the checked job.
-        log: from :meth:`NotebookFiles.open`; the new process inherits its lock.
-
     Raises:
-        NotebookError: the disk is full.
+        NotebookError: the disk is full, or another run writes to these files.
         OSError: the process could not be started.
     """
     _processes[:] = [process for process in _processes if process.poll() is None]
     home = str(Path(__file__).resolve().parents[2])
-    process = subprocess.Popen(
-        [sys.executable, "-c", _BOOT.format(home=home), str(job.files.copy)],  # the copy is for ps
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        pass_fds=() if job.progress is None else (job.progress,),
-        # Neither Jupyter's interrupt nor a terminal's hangup reaches the process.
-        start_new_session=True,
-        cwd="/",
-        # ipykernel 6.17 (Kaggle's) prints lines about its debugger from Python 3.11 on.
-        env={"PYDEVD_DISABLE_FILE_VALIDATION": "1", **os.environ},
-    )
+    with job.files.open() as log:  # the new process inherits its lock
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT.format(home=home), str(job.files.copy)],  # copy: for ps
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=() if job.progress is None else (job.progress,),
+            # Neither Jupyter's interrupt nor a terminal's hangup reaches the process.
+            start_new_session=True,
+            cwd="/",
+            # ipykernel 6.17 (Kaggle's) prints lines about its debugger from Python 3.11 on.
+            env={"PYDEVD_DISABLE_FILE_VALIDATION": "1", **os.environ},
+        )
     _processes.append(process)
     assert process.stdin is not None
     try:
@@ -286,41 +275,3 @@ def _start(job: NotebookJob, log: TextIO) -> NotebookHandle:
     except OSError as error:
         raise not_written(job.files.copy, error, NotebookError) from error
     return NotebookHandle(job.files.copy, process)
-
-
-class _CellProgress:
-    """Print one line per cell; on a terminal, update the line while the cell runs.
-
-    Args:
-        display: ``"auto"`` (live on a terminal, finished cells elsewhere), ``"text"`` (finished
-            cells), ``"off"``.
-        cells: number of cells.
-    """
-
-    def __init__(self, display: Display, cells: int) -> None:
-        self._stream = sys.stdout if in_kernel(sys.modules) else sys.stderr
-        self._enabled = display != "off"
-        self._live = display == "auto" and self._stream.isatty()
-        self._number, self._cells = 0, cells
-        self._started_at = 0.0
-        self._label = ""
-
-    def show(self, kind: str, text: str) -> None:
-        """Show a step: the ``start`` of a cell (its source), its ``output``, its ``end``."""
-        if kind == "start":
-            self._number += 1
-            self._started_at = time.monotonic()
-            self._label = f"[{self._number}/{self._cells}] {_first_statement(text)}"
-        line = f"{self._label}  {time.monotonic() - self._started_at:.1f} s"
-        line += f"  {text}" if text and kind != "start" else ""
-        if kind == "end" and self._enabled:
-            print(f"\r\x1b[K{line}" if self._live else line, file=self._stream, flush=True)
-        elif self._live:
-            width = shutil.get_terminal_size().columns - 1
-            print(f"\r\x1b[K{line[:width]}", end="", file=self._stream, flush=True)
-
-
-def _first_statement(source: str) -> str:
-    lines = [line.strip() for line in source.splitlines()]
-    statements = [line for line in lines if line and not line.startswith(("#", "import ", "from "))]
-    return (statements or lines or [""])[0][:60]
