@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 import warnings
@@ -136,6 +137,10 @@ def refuse_syntax_errors(notebook: NotebookNode, name: str) -> None:
 
 def as_python(source: str) -> str:
     """Return a cell's code with its magics as the calls that IPython makes of them."""
+    # Code without magics does not need IPython, whose import takes 0.3 s.
+    with contextlib.suppress(SyntaxError, ValueError):
+        ast.parse(source)
+        return source
     from IPython.core.inputtransformer2 import TransformerManager
 
     make: Callable[[], TransformerManager] = TransformerManager  # it has no annotations

@@ -24,7 +24,6 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 
 from nbtoolkit.host import memory_limit
-from nbtoolkit.launcher.failures import describe
 from nbtoolkit.notebooks.document import executed_copy, is_own_code
 from nbtoolkit.notebooks.handle import FailureKind
 from nbtoolkit.run.paths import write_whole
@@ -281,6 +280,8 @@ class Client(PapermillNotebookClient):
         return CellFailure(kind, self._execution.number, what, plain)
 
     def _describe_death(self) -> str:
+        from nbtoolkit.launcher.failures import describe  # 0.25 s
+
         process = getattr(self.km.provisioner, "process", None)
         code = None if process is None else process.poll()
         # The kernel is the only child that this process has waited for.

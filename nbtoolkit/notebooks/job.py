@@ -17,8 +17,10 @@ import shlex
 import signal
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +141,8 @@ def _run_papermill(job: NotebookJob, execution: Execution, folder: Path, sentine
 
     from nbtoolkit.notebooks.engine import ENGINE
 
+    if job.html:  # the imports for the page take 0.5 s, while the kernel starts
+        threading.Thread(target=import_module, args=["nbconvert.exporters.html"]).start()
     # Sockets instead of ports: two kernels cannot choose the same port, and no other user of the
     # machine can connect.
     kernel = {

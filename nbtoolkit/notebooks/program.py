@@ -138,10 +138,11 @@ def _parse(source: str) -> ast.Module:
         lambda magic: magic[0].replace("\\\n", " ") + "\n" * magic[0].count("\\\n"), plain
     )
     # IPython drops empty lines at the top.
-    top = len(joined) - len(joined.lstrip("\n"))
+    body = re.sub(r"\A(\s*\n)+", "", joined)
+    top = joined.count("\n") - body.count("\n")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes such as "\\d" are allowed
-        return ast.increment_lineno(ast.parse(as_python(joined)), top)
+        return ast.increment_lineno(ast.parse(as_python(body)), top)
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
