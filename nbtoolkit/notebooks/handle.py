@@ -17,7 +17,6 @@ from nbtoolkit.config.yaml_source import dump
 from nbtoolkit.environment.deadline import span
 from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import (
-    NbtoolkitError,
     NotebookDied,
     NotebookError,
     NotebookFailed,
@@ -85,7 +84,7 @@ class NotebookFiles:
             self.copy.parent.mkdir(parents=True, exist_ok=True)
             log = open(self.log, "a", encoding="utf-8")  # noqa: SIM115 - open during the run
         except OSError as error:
-            raise not_written(self.copy, error, NotebookError) from error
+            raise not_written(self.copy, error) from error
         if not _lock(log):
             log.close()
             raise NotebookError(
@@ -111,9 +110,9 @@ def _lock(log: TextIO) -> bool:
     return False
 
 
-def not_written(copy: Path, error: OSError, kind: type[NbtoolkitError]) -> NbtoolkitError:
-    """Return an error of this kind for an OSError that occurred while writing a run's files."""
-    return kind(
+def not_written(copy: Path, error: OSError) -> NotebookError:
+    """Return the error for an OSError that occurred while writing a run's files."""
+    return NotebookError(
         f"the executed copy {copy} cannot be written: {error.strerror or error}",
         allowed="a folder on a disk with free space that you may write to",
         do='free some space, or choose another output: output="...", or --output in a shell',
@@ -131,7 +130,9 @@ def files_for(notebook: Path, output: str | os.PathLike[str] | None) -> Notebook
         NotebookError: ``output`` does not end in ``.ipynb``, or is the notebook itself.
     """
     if output is None:
-        return NotebookFiles(Path("outputs").absolute() / fresh_name(notebook.stem))
+        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
+        name = f"{stamp}-{notebook.stem}-{secrets.token_hex(2)}.ipynb"
+        return NotebookFiles(Path("outputs").absolute() / name)
     path = Path(output).expanduser().absolute()
     if path.suffix != ".ipynb":
         raise NotebookError(
@@ -146,12 +147,6 @@ def files_for(notebook: Path, output: str | os.PathLike[str] | None) -> Notebook
             do="omit output: the executed copy then goes to outputs/",
         )
     return NotebookFiles(path)
-
-
-def fresh_name(name: str) -> str:
-    """Return a new name for an executed copy: ``<UTC time>-<name>-<4 hex>.ipynb``."""
-    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
-    return f"{stamp}-{name}-{secrets.token_hex(2)}.ipynb"
 
 
 class RunningRecord(TypedDict):

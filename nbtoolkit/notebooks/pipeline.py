@@ -49,7 +49,7 @@ from nbtoolkit.notebooks.pipeline_file import (
 )
 from nbtoolkit.notebooks.run import Display, require_packages, run_notebook
 from nbtoolkit.run.attempts import readable_first_event
-from nbtoolkit.run.paths import RunPaths, read_json, runs_in, write_whole
+from nbtoolkit.run.paths import RunPaths, read_or_empty, runs_in, write_whole
 from nbtoolkit.text_table import html_columns
 from nbtoolkit.version import __version__
 
@@ -190,16 +190,20 @@ def run_pipeline(
     return PipelineResult(steps=run.results, status=status, folder=pipeline.folder, seconds=seconds)
 
 
-class _StepRecord(TypedDict):
+class _Outcome(TypedDict):
+    """Published values of a step, and the duration of its run."""
+
+    values: dict[str, Any]
+    seconds: float
+
+
+class _StepRecord(_Outcome):
     """The record of a step that is done."""
 
     hash: str
     """Of its inputs."""
     settings: list[str]
     """Names of the settings files among the inputs."""
-    values: dict[str, Any]
-    """Published values."""
-    seconds: float
 
 
 @dataclass
@@ -217,43 +221,38 @@ class _PipelineRun:
         """Run a step, or skip it if it is done with the same inputs."""
         published = self._published()
         values = values_of(step, published)
-        record = self._record(step)
-        number = f"[{len(self.results) + 1}/{len(self.pipeline.steps)}]"
+        inputs = _inputs_of(step, values, published)
         settings = _settings_files(step, values)
-        if record:
-            settings = {name: settings.get(name, "") for name in record["settings"]}
-        digest = self._hash(step, values, published, settings)
-        if record and record["hash"] == digest:
+        number = f"[{len(self.results) + 1}/{len(self.pipeline.steps)}] {step.name}"
+        record = self._record(step)
+        if record and self._is_same(record, inputs, settings):
             reason = "done with the same inputs"
-            self.say(f"{number} {step.name}: skipped, {reason}")
-            return self._result(step, "skipped", reason, record["values"], record["seconds"])
+            self.say(f"{number}: skipped, {reason}")
+            return self._result(step, "skipped", reason, record)
         reason = "its inputs have changed" if record else "not done before"
-        self.say(f"{number} {step.name}: {step.notebook.name} ({reason})")
-        before = _settings_files(step, values)
-        result = self._run(step, values, reason)
-        if result.status == "done":
-            # A settings file that the step itself has written is no input.
-            after = _settings_files(step, values)
-            settings = {name: text for name, text in before.items() if after.get(name) == text}
-            record = {
-                "hash": self._hash(step, values, published, settings),
-                "settings": [*settings],
-                "values": result.values,
-                "seconds": result.seconds,
-            }
-            self._write(step, record)
-        return result
+        self.say(f"{number}: {step.notebook.name} ({reason})")
+        outcome = self._run(step, values)
+        if not _is_finished(outcome["values"]):
+            return self._result(step, "early", reason, outcome)
+        # A settings file that the step itself has written is no input.
+        after = _settings_files(step, values)
+        kept = {name: each for name, each in settings.items() if after.get(name) == each}
+        record = {**outcome, "hash": self._hash(inputs, kept), "settings": [*kept]}
+        with _writing(self.pipeline.folder):
+            text = json.dumps(record, default=_plain, indent=1)
+            write_whole(self._done(step.name), self._without_folder(text))
+        return self._result(step, "done", reason, outcome)
 
-    def _run(self, step: Step, values: dict[str, Any], reason: str) -> StepResult:
-        """Run a step's notebook.
+    def _run(self, step: Step, values: dict[str, Any]) -> _Outcome:
+        """Run a step's notebook; return its values and its duration.
 
         A notebook that published an unfinished status, and failed after that, has ended early.
         """
-        files = self._files(step.name)
+        files, started_at = self._files(step.name), time.monotonic()
         self.forget(step.name)
         _wait_for_leftovers(files, self.pipeline.folder)
         try:
-            run_notebook(
+            values = run_notebook(
                 step.notebook,
                 files.copy,
                 values,
@@ -262,14 +261,24 @@ class _PipelineRun:
                 cell_timeout=step.settings.cell_timeout,
                 html=self.html,
                 display=self.display,
-            )
+            ).values
         except NbtoolkitError as error:
-            record = read_json(files.record) if isinstance(error, NotebookFailed) else None
-            if not record or _is_finished(record.get("values", {})):
+            ran = isinstance(error, NotebookFailed)
+            published = read_or_empty(files.record).get("values") if ran else None
+            if not isinstance(published, dict) or _is_finished(published):
                 raise self._failed(step, error) from error
-        record = read_json(files.record)
-        status: StepStatus = "done" if _is_finished(record["values"]) else "early"
-        return self._result(step, status, reason, record["values"], record["seconds"])
+            values = published
+        return {"values": values, "seconds": round(time.monotonic() - started_at, 3)}
+
+    def _result(self, step: Step, status: StepStatus, reason: str, outcome: _Outcome) -> StepResult:
+        return StepResult(
+            name=step.name,
+            status=status,
+            reason=reason,
+            values=outcome["values"],
+            output=self._files(step.name).copy,
+            seconds=outcome["seconds"],
+        )
 
     def _failed(self, step: Step, error: NbtoolkitError) -> PipelineFailed:
         names = [other.name for other in self.pipeline.steps]
@@ -287,30 +296,18 @@ class _PipelineRun:
         failed.cell, failed.output = getattr(error, "cell", 0), copy if copy.exists() else None
         return failed
 
-    def _result(
-        self, step: Step, status: StepStatus, reason: str, values: dict[str, Any], seconds: float
-    ) -> StepResult:
-        return StepResult(
-            name=step.name,
-            status=status,
-            reason=reason,
-            values=values,
-            output=self._files(step.name).copy,
-            seconds=seconds,
-        )
-
     def _published(self) -> Published:
         pipeline = {"folder": str(self.pipeline.folder), "name": self.pipeline.path.stem}
         return {PIPELINE: pipeline, **{name: step.values for name, step in self.results.items()}}
 
-    def _hash(
-        self, step: Step, values: object, published: Published, settings: Mapping[str, str]
-    ) -> str:
-        """Return one hash of everything that decides a step's result."""
-        after = [published[name] for name in step.settings.after]
-        inputs = [step.code, values, settings, _file_hashes(step), after, __version__]
-        text = json.dumps(inputs, sort_keys=True, default=_plain)
-        return hashlib.sha256(self._without_folder(text).encode()).hexdigest()
+    def _hash(self, inputs: str, settings: Mapping[str, str]) -> str:
+        text = self._without_folder(f"{inputs} {json.dumps(settings, sort_keys=True)}")
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _is_same(self, record: _StepRecord, inputs: str, settings: Mapping[str, str]) -> bool:
+        """Whether a step is done with these inputs."""
+        counted = {name: settings.get(name, "") for name in record["settings"]}
+        return record["hash"] == self._hash(inputs, counted)
 
     # --- files ---
 
@@ -323,12 +320,6 @@ class _PipelineRun:
         """Record that a step is not done."""
         with _writing(self.pipeline.folder):
             self._done(step).unlink(missing_ok=True)
-
-    def _write(self, step: Step, record: _StepRecord) -> None:
-        """Record that a step is done."""
-        with _writing(self.pipeline.folder):
-            text = json.dumps(record, default=_plain, indent=1)
-            write_whole(self._done(step.name), self._without_folder(text))
 
     def _record(self, step: Step) -> _StepRecord | None:
         """Return the record of a step; None if the step is not done."""
@@ -364,6 +355,13 @@ def _refuse_unknown(again: Sequence[str], names: Sequence[str]) -> None:
         if name not in names
     ]
     refuse(wrong, PipelineError)
+
+
+def _inputs_of(step: Step, values: object, published: Published) -> str:
+    """Return what decides a step's result, but for the settings files, as one text."""
+    after = [published[name] for name in step.settings.after]
+    inputs = [step.code, values, _file_hashes(step), after, __version__]
+    return json.dumps(inputs, sort_keys=True, default=_plain)
 
 
 def _settings_files(step: Step, values: Mapping[str, object]) -> dict[str, str]:

@@ -174,24 +174,32 @@ def values_of(step: Step, published: Published) -> dict[str, Any]:
     Raises:
         PipelineError: a step did not publish the value, or published one of another type.
     """
-    given: dict[str, object] = {}
-    mistakes = []
-    for name, value in step.settings.parameters.items():
-        try:
-            given[name] = resolve(value, published)
-        except PipelineError as error:
-            mistakes.append(_mistake(step.place("parameters", name), error))
-    refuse(mistakes, PipelineError)
-    values, mistakes = _typed(step, given, step.declared)
+    values, mistakes = _check_values(step, published)
     refuse(mistakes, PipelineError)
     return values
 
 
-def _typed(
-    step: Step, values: dict[str, object], declared: Mapping[str, Parameter]
-) -> tuple[dict[str, Any], list[Mistake]]:
-    places: dict[Keys, str] = {(name,): step.place("parameters", name) for name in values}
-    return typed_parameters(Layer(values=values, places=places), declared, step.notebook.name)
+def _check_values(step: Step, published: Published | None) -> tuple[dict[str, Any], list[Mistake]]:
+    """Return the valid values of a step's parameters, and the mistakes in the others.
+
+    Without published values, before any step runs, those with references are not checked.
+    """
+    given, declared, mistakes = dict[str, object](), dict(step.declared), list[Mistake]()
+    places: dict[Keys, str] = {}
+    for name, value in step.settings.parameters.items():
+        places[name,] = step.place("parameters", name)
+        given[name] = None
+        try:
+            if published is not None or not references(value):
+                given[name] = resolve(value, published or {})
+                continue
+        except PipelineError as error:
+            mistakes.append(_mistake(places[name,], error))
+        if name in declared:
+            declared[name] = dataclasses.replace(declared[name], hint=Any)
+    layer = Layer(values=given, places=places)
+    values, wrong = typed_parameters(layer, declared, step.notebook.name)
+    return values, [*mistakes, *wrong]
 
 
 # --- loading ---
@@ -226,7 +234,7 @@ def load_pipeline(
         except (NotebookError, PipelineError) as error:
             mistakes.append(_mistake(_place(layer, ("steps", name, "notebook")), error))
     for step in steps:
-        mistakes += [*_parameter_mistakes(step), *_reference_mistakes(step, names)]
+        mistakes += [*_check_values(step, None)[1], *_reference_mistakes(step, names)]
     refuse([*mistakes, *_circle(steps)], PipelineError)
     target = Path(folder or layer.values.get("folder") or Path("outputs") / file.stem)
     return Pipeline(path=file, folder=target.expanduser().absolute(), steps=tuple(_in_order(steps)))
@@ -308,19 +316,6 @@ def _step(name: str, layer: Layer, file: Path) -> Step:
         settings=settings,
         layer=layer,
     )
-
-
-def _parameter_mistakes(step: Step) -> list[Mistake]:
-    """Return the mistakes in a step's parameters that are known before any step runs."""
-    given = step.settings.parameters
-    # The value and the type of a parameter with a reference are checked when its step runs.
-    referring = {name for name, value in given.items() if references(value)}
-    declared = {
-        name: dataclasses.replace(parameter, hint=Any) if name in referring else parameter
-        for name, parameter in step.declared.items()
-    }
-    plain = {name: None if name in referring else resolve(given[name], {}) for name in given}
-    return _typed(step, plain, declared)[1]
 
 
 def _reference_mistakes(step: Step, names: Sequence[str]) -> Iterator[Mistake]:

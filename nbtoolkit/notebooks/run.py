@@ -273,5 +273,5 @@ def _start(job: NotebookJob) -> NotebookHandle:
             write_json(job.files.record, {"status": "running", "pid": process.pid}, durable=False)
             pickle.dump(job, pipe)
     except OSError as error:
-        raise not_written(job.files.copy, error, NotebookError) from error
+        raise not_written(job.files.copy, error) from error
     return NotebookHandle(job.files.copy, process)
