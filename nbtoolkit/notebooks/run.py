@@ -42,7 +42,7 @@ MAX_OUTPUT = 1_000_000
 """Default limit on the output of one cell, in characters; a browser still opens ten such cells."""
 
 
-class NotebookOptions(TypedDict, total=False):
+class NotebookRunOptions(TypedDict, total=False):
     """The options of :func:`run_notebook`, for type checkers and editors (PEP 692)."""
 
     parameters_file: str | os.PathLike[str] | None
@@ -62,7 +62,7 @@ def run_notebook(
     parameters: Mapping[str, object] | None = None,
     *,
     wait: Literal[True] = True,
-    **options: Unpack[NotebookOptions],
+    **options: Unpack[NotebookRunOptions],
 ) -> NotebookResult: ...
 
 
@@ -73,7 +73,7 @@ def run_notebook(
     parameters: Mapping[str, object] | None = None,
     *,
     wait: Literal[False],
-    **options: Unpack[NotebookOptions],
+    **options: Unpack[NotebookRunOptions],
 ) -> NotebookHandle: ...
 
 
