@@ -118,7 +118,9 @@ def run(job: NotebookJob) -> None:
     cells = len([*numbered(job.notebook)])
     progress = CellProgress(job.progress, cells, job.width)
     execution = Execution(job=job, progress=progress, notebook=job.notebook)
-    with tempfile.TemporaryDirectory(prefix="nbtoolkit-", dir=_short_tmp()) as name:
+    with tempfile.TemporaryDirectory(
+        prefix="nbtoolkit-", dir=_short_tmp(), ignore_cleanup_errors=True
+    ) as name:
         folder, token = Path(name), secrets.token_hex(8)
         published, reached = folder / "published.json", folder / "reached"
         os.environ["IPYTHONDIR"] = str(folder / "ipython")

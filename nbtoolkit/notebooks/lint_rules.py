@@ -90,14 +90,14 @@ def built_before_launch(program: NotebookProgram) -> Iterator[Hazard]:
     for site in program.in_kernel():
         if not isinstance(site.node, ast.Call) or first is None:
             continue
-        name = program.names.full_name(site.node.func).rpartition(".")[2]
+        name = program.full_name(site.node.func).rpartition(".")[2]
         if name in _TOO_EARLY and (site.cell.number, site.node.lineno) < first:
             what = f"{name}(...) is created in the kernel, before the launch: {_TOO_EARLY[name]}"
             yield _hazard(site, "built-before-launch", what)
 
 
 def _gpu_use(call: ast.Call, program: NotebookProgram, names: set[str]) -> str:
-    full = program.names.full_name(call.func)
+    full = program.full_name(call.func)
     if full in _QUERIES:
         return f"{full}() starts the driver in the kernel: its forked processes cannot use a GPU"
     if full.startswith("torch.cuda.") and full not in _HARMLESS:
@@ -158,7 +158,7 @@ def lone_collectives(program: NotebookProgram) -> Iterator[Hazard]:
         call = site.node
         if not site.guarded or not isinstance(call, ast.Call):
             continue
-        if name := _collective(program.names.full_name(call.func), ast.unparse(call.func)):
+        if name := _collective(program.full_name(call.func), ast.unparse(call.func)):
             what = f"only the main rank calls {name}, which waits for the other ranks"
             yield _hazard(site, "lone-collective", what)
         elif isinstance(call.func, ast.Name) and call.func.id in wrapped:
@@ -247,7 +247,7 @@ def unguarded_writes(program: NotebookProgram) -> Iterator[Hazard]:
         call = site.node
         if site.guarded or not isinstance(call, ast.Call) or mentions_rank(call):
             continue
-        if name := _write(call, program.names.full_name(call.func)):
+        if name := _write(call, program.full_name(call.func)):
             yield _hazard(site, "unguarded-write", f"every rank calls {name}")
 
 

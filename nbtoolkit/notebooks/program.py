@@ -15,33 +15,16 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 
-class ImportedNames:
-    """Resolve names by a notebook's imports.
-
-    Args:
-        trees: the syntax trees of its cells.
-    """
-
-    def __init__(self, trees: Iterable[ast.AST]) -> None:
-        self._imported: dict[str, str] = {}
-        for tree in trees:
-            for node in ast.walk(tree):
-                self._add(node)
-
-    def full_name(self, node: ast.AST) -> str:
-        """Return ``torch.utils.data.DataLoader`` for ``DataLoader``; ``.to`` for ``f(x).to``."""
-        if isinstance(node, ast.Attribute):
-            return f"{self.full_name(node.value)}.{node.attr}"
-        if isinstance(node, ast.Name):
-            return self._imported.get(node.id, node.id)
-        return ""
-
-    def _add(self, node: ast.AST) -> None:
+def imported_names(tree: ast.AST) -> dict[str, str]:
+    """Return what the imports in a syntax tree bind: name -> full name."""
+    names = {}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):  # `import torch.nn` itself binds `torch`
-            self._imported.update({each.asname: each.name for each in node.names if each.asname})
+            names.update({each.asname: each.name for each in node.names if each.asname})
         elif isinstance(node, ast.ImportFrom):
             for each in node.names:
-                self._imported[each.asname or each.name] = f"{node.module or ''}.{each.name}"
+                names[each.asname or each.name] = f"{node.module or ''}.{each.name}"
+    return names
 
 
 # Names that are true only in the main rank, as in ``if ctx.is_main:``.
@@ -175,10 +158,20 @@ class NotebookProgram:
 
     def __init__(self, cells: list[Cell]) -> None:
         self.cells = cells
-        self.names = ImportedNames(cell.tree for cell in cells)
+        self._imported: dict[str, str] = {}
+        for cell in cells:
+            self._imported.update(imported_names(cell.tree))
         self._functions = {
             node.name: (cell, node) for cell in cells for node in _functions(cell.tree)
         }
+
+    def full_name(self, node: ast.AST) -> str:
+        """Return ``torch.utils.data.DataLoader`` for ``DataLoader``; ``.to`` for ``f(x).to``."""
+        if isinstance(node, ast.Attribute):
+            return f"{self.full_name(node.value)}.{node.attr}"
+        if isinstance(node, ast.Name):
+            return self._imported.get(node.id, node.id)
+        return ""
 
     def in_kernel(self) -> Iterator[Site]:
         """Yield the code that runs in the kernel: the cells, and the functions that they call."""
@@ -207,7 +200,7 @@ class NotebookProgram:
                     yield cell, node
 
     def _is_launch(self, call: ast.Call) -> bool:
-        module, _, name = self.names.full_name(call.func).rpartition(".")
+        module, _, name = self.full_name(call.func).rpartition(".")
         return name in _LAUNCHES and module.partition(".")[0] in ("nbtoolkit", "accelerate", "")
 
     def _launched(self) -> list[str]:
