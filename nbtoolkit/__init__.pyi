@@ -35,12 +35,12 @@ from nbtoolkit.launcher.run_handle import RunHandle as RunHandle
 from nbtoolkit.launcher.run_result import RunResult as RunResult
 from nbtoolkit.notebooks.handle import NotebookHandle as NotebookHandle
 from nbtoolkit.notebooks.handle import NotebookResult as NotebookResult
+from nbtoolkit.notebooks.pipeline import PipelineResult as PipelineResult
+from nbtoolkit.notebooks.pipeline import run_pipeline as run_pipeline
 from nbtoolkit.notebooks.publish import publish as publish
 from nbtoolkit.notebooks.run import run_notebook as run_notebook
 from nbtoolkit.panel.panel import Panel as Panel
 from nbtoolkit.panel.panel import panel as panel
-from nbtoolkit.pipeline.runner import PipelineResult as PipelineResult
-from nbtoolkit.pipeline.runner import run_pipeline as run_pipeline
 from nbtoolkit.report.report import report as report
 from nbtoolkit.run.checkpoints.weights import load_model as load_model
 from nbtoolkit.search.sweep import sweep as sweep

@@ -42,8 +42,6 @@ LAYERS = (
     "competition",
     "attach",
     "notebooks",
-    "pipeline",
-    "lint",
     "kaggle",
     "views",
     # It measures by launches and draws what it measured.
