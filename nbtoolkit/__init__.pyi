@@ -50,7 +50,7 @@ from nbtoolkit.training.all_rows import all_rows as all_rows
 from nbtoolkit.training.callbacks import Callback as Callback
 from nbtoolkit.training.callbacks import FitState as FitState
 from nbtoolkit.training.evaluation import predict as predict
-from nbtoolkit.training.loop import fit as fit
+from nbtoolkit.training.fit import fit as fit
 from nbtoolkit.training.metrics import epoch_metric as epoch_metric
 from nbtoolkit.tuning.batch_size import BatchSize as BatchSize
 from nbtoolkit.tuning.batch_size import find_batch_size as find_batch_size

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.checkpoints.checkpoint_store import dump_state
-from nbtoolkit.training.loading.data import noted
-from nbtoolkit.training.optim.schedule import required_arguments
+from nbtoolkit.training.data import noted
+from nbtoolkit.training.schedule import required_arguments
 from nbtoolkit.worker.collectives import gather_on_all
 
 if TYPE_CHECKING:

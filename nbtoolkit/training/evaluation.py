@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from nbtoolkit.errors import CannotPickle, FitError
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.run.serialization import add_note, pack_value
-from nbtoolkit.training.loading.data import Batch, Collate, float_type, make_source
-from nbtoolkit.training.loading.epoch_order import EpochOrder, make_order, take_apart
-from nbtoolkit.training.loading.loader import (
+from nbtoolkit.training.data import Batch, Collate, float_type, make_source
+from nbtoolkit.training.epoch_order import EpochOrder, make_order, take_apart
+from nbtoolkit.training.loader import (
     MapTrainLoader,
     StreamTrainLoader,
     TrainLoader,
     is_stream,
 )
-from nbtoolkit.training.loading.sampler import Passes
 from nbtoolkit.training.metrics import Meter, Metric
 from nbtoolkit.training.model import broadcast_buffers, half_precision
+from nbtoolkit.training.samples import Passes
 from nbtoolkit.worker.collectives import Rows, gather_on_all, in_order
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def make_evaluation_loader(
 
     Args:
         ctx: the run's context.
-        data: what :func:`~nbtoolkit.training.loading.data.make_source` takes, or an iterable that
+        data: what :func:`~nbtoolkit.training.data.make_source` takes, or an iterable that
             is the same on all ranks: each reads all of it, and makes batches of its part only; or
             a ``DataLoader`` of either.
         batch_size: samples of this rank in one batch, at most; default: four times the plan's.

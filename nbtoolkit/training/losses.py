@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from nbtoolkit.errors import FitError, LossNotFinite
-from nbtoolkit.training.loading.data import TORCHS_IGNORED
+from nbtoolkit.training.data import TORCHS_IGNORED
 from nbtoolkit.worker.collectives import gather_on_all
 
 if TYPE_CHECKING:

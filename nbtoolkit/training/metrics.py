@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.loading.data import TORCHS_IGNORED, noted
+from nbtoolkit.training.data import TORCHS_IGNORED, noted
 from nbtoolkit.training.losses import BatchLoss, Labels, ignore_index, is_loss
 from nbtoolkit.training.named_metrics import (
     PREDICT_TARGETS,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from nbtoolkit.training.loading.data import Batch
+    from nbtoolkit.training.data import Batch
 
 Function: TypeAlias = Callable[[Any, Any], Any]
 """``(outputs, targets)`` -> a value, the user's."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.training.loading.data import Batch
+    from nbtoolkit.training.data import Batch
     from nbtoolkit.worker.context import RunContext
 
 BatchNorm: TypeAlias = Any

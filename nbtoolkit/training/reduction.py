@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Work
 
-    from nbtoolkit.training.loading.data import Batch
+    from nbtoolkit.training.data import Batch
     from nbtoolkit.training.loss_weights import ClassLoss
     from nbtoolkit.training.losses import Labels, Loss
 

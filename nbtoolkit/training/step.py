@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from nbtoolkit.errors import CheckpointError
 from nbtoolkit.run.checkpoints.weights import load_weights
 from nbtoolkit.run.serialization import add_note
+from nbtoolkit.training.averaging import make_averages
 from nbtoolkit.training.batch_norm import single_sample_fault
 from nbtoolkit.training.fsdp import Fsdp
-from nbtoolkit.training.loading.sampler import MicroBatch
+from nbtoolkit.training.loss_parameters import loss_parameters, trained_loss
 from nbtoolkit.training.losses import BatchLoss, check_labels, on_device, training_pass
 from nbtoolkit.training.model import (
     autocast,
@@ -20,12 +21,11 @@ from nbtoolkit.training.model import (
     prepare_model,
     to_channels_last,
 )
-from nbtoolkit.training.optim.averaging import make_averages
-from nbtoolkit.training.optim.loss_parameters import loss_parameters, trained_loss
-from nbtoolkit.training.optim.optimizer import GivenOptimizer, make_user_optimizer
-from nbtoolkit.training.optim.schedule import GivenSchedule, Schedule, make_schedule
-from nbtoolkit.training.optim.scheduled import ScheduledOptimizer
+from nbtoolkit.training.optimizer import GivenOptimizer, make_user_optimizer
 from nbtoolkit.training.reduction import Computed, ReducedLoss, StepWeights
+from nbtoolkit.training.samples import MicroBatch
+from nbtoolkit.training.schedule import GivenSchedule, Schedule, make_schedule
+from nbtoolkit.training.scheduled import ScheduledOptimizer
 from nbtoolkit.training.shapes import check_shapes
 from nbtoolkit.training.strategy import (
     Strategy,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.training.loading.data import Batch
+    from nbtoolkit.training.data import Batch
     from nbtoolkit.training.losses import Labels, Loss
     from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import BatchLoss
+from nbtoolkit.training.samples import MicroBatch
 from nbtoolkit.worker.watch import Signal, Watch
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from nbtoolkit.extras.metric_learning.encoders import (
     make_transforms,
 )
 from nbtoolkit.extras.metric_learning.images import Images
-from nbtoolkit.training.loading.loader import make_train_loader
+from nbtoolkit.training.loader import make_train_loader
 
 FLIPPED = [
     {"name": "torchvision.transforms.v2.RandomResizedCrop", "size": 16, "antialias": True},

@@ -79,7 +79,7 @@ KERNEL = [
     "launcher.launch",
     "launcher.run_handle",
     "tasks.digits",
-    "training.loop",
+    "training.fit",
     # The fork server loads these two, and everything is forked from it.
     "search.sweep_algorithm",
     "crossval.fold_algorithm",

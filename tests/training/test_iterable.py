@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError, PlanError
-from nbtoolkit.training.loading.loader import make_train_loader
+from nbtoolkit.training.loader import make_train_loader
 from nbtoolkit.worker.context import RunContext
 
 # samples, ranks, passes a step; a step takes 12

@@ -15,8 +15,8 @@ from torch.utils.data import Subset
 
 import nbtoolkit as nb
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.loading.data import make_source
-from nbtoolkit.training.loading.loader import make_train_loader
+from nbtoolkit.training.data import make_source
+from nbtoolkit.training.loader import make_train_loader
 
 CPU = torch.device("cpu")
 X = torch.arange(37)
@@ -153,7 +153,7 @@ def test_a_data_set_smaller_than_the_ranks_has_stand_ins(
     def tiny(config: Any, ctx: Any) -> list[tuple[list[int], int, float, bool]]:
         import torch
 
-        from nbtoolkit.training.loading.loader import make_train_loader
+        from nbtoolkit.training.loader import make_train_loader
 
         data = range(1) if not stream else {5}
         feed = make_train_loader(ctx, config, data)

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.optim.optimizer import make_optimizer
-from nbtoolkit.training.optim.schedule import make_schedule, set_rate
+from nbtoolkit.training.optimizer import make_optimizer
+from nbtoolkit.training.schedule import make_schedule, set_rate
 
 SHORT = ["adamw", "adam", "sgd", "rmsprop"]
 

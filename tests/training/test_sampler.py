@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.loading.data import make_source
-from nbtoolkit.training.loading.epoch_order import permutation
-from nbtoolkit.training.loading.sampler import Passes
+from nbtoolkit.training.data import make_source
+from nbtoolkit.training.epoch_order import permutation
+from nbtoolkit.training.samples import Passes
 from nbtoolkit.worker.batch_slices import shard
 from nbtoolkit.worker.random_numbers import derive_seed
 

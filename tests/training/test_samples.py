@@ -11,8 +11,8 @@ from feeds import Augmented, AugmentedStream, contexts, listed, steps_of
 
 import nbtoolkit as nb
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.training.loading.loader import make_train_loader
-from nbtoolkit.training.loading.sampler import read_samples
+from nbtoolkit.training.loader import make_train_loader
+from nbtoolkit.training.samples import read_samples
 from nbtoolkit.worker.context import RunContext
 
 

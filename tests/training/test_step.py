@@ -24,10 +24,10 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.payload import JobSpec
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import check_labels
 from nbtoolkit.training.model import find_blocks, first_compressed
-from nbtoolkit.training.optim.schedule import warmup_and_decay
+from nbtoolkit.training.samples import MicroBatch
+from nbtoolkit.training.schedule import warmup_and_decay
 from nbtoolkit.training.step import Recipe, TrainStep
 from nbtoolkit.training.strategy import grad_norm
 from nbtoolkit.worker.channel import RecordChannel

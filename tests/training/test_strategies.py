@@ -27,7 +27,7 @@ from nbtoolkit.integrations.support import check_strategy
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
 from nbtoolkit.search.slots import make_slots
 from nbtoolkit.training.fsdp import ShardedModule, gathered, prepare_optimizer
-from nbtoolkit.training.optim.scheduled import by_name, by_number
+from nbtoolkit.training.scheduled import by_name, by_number
 from nbtoolkit.worker.context import RunContext
 from nbtoolkit.worker.prepare import make_accelerator
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from nbtoolkit.errors import FitError, FoldError
 from nbtoolkit.extras.metric_learning.images import Images, decode, from_folder, from_table, split
-from nbtoolkit.training.loading.loader import make_train_loader
+from nbtoolkit.training.loader import make_train_loader
 
 
 def write(path: Path, value: int = 100, size: tuple[int, int] = (6, 4)) -> Path:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.batch_norm import smallest_share
-from nbtoolkit.training.loading.data import (
+from nbtoolkit.training.data import (
     Batch,
     Collate,
     Sample,
@@ -17,14 +17,14 @@ from nbtoolkit.training.loading.data import (
     make_source,
     noted,
 )
-from nbtoolkit.training.loading.epoch_order import (
+from nbtoolkit.training.epoch_order import (
     EpochOrder,
     Feed,
     SampleWeights,
     make_order,
     take_apart,
 )
-from nbtoolkit.training.loading.sampler import (
+from nbtoolkit.training.samples import (
     IdentifiedBatch,
     MicroBatch,
     Passes,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.training.loading.data import ArraySource, SampleSource
+    from nbtoolkit.training.data import ArraySource, SampleSource
     from nbtoolkit.worker.context import RunContext
 
 
@@ -97,7 +97,7 @@ def make_train_loader(
         ctx: the run's context.
         config: ``train.drop_last``, ``train.num_workers``, ``train.max_steps``,
             ``train.sample_weights``, ``tracking.record_samples``.
-        data: what :func:`~nbtoolkit.training.loading.data.make_source` takes, in the order of a
+        data: what :func:`~nbtoolkit.training.data.make_source` takes, in the order of a
             permutation of (seed, epoch); an iterable, in its own order (see
             :class:`StreamTrainLoader`); or a ``DataLoader`` of either.
         collate: makes a batch from a list of samples; default: torch's.

@@ -20,7 +20,7 @@ from nbtoolkit.worker.random_numbers import seed_generators
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nbtoolkit.training.loading.data import Batch
+    from nbtoolkit.training.data import Batch
 
 
 class MicroBatch(NamedTuple):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import CheckpointError, some_names
 from nbtoolkit.training.model import grad_scaler
-from nbtoolkit.training.optim.schedule import Schedule, set_rate
+from nbtoolkit.training.schedule import Schedule, set_rate
 
 if TYPE_CHECKING:
     import torch

@@ -18,6 +18,8 @@ from nbtoolkit.run.paths import write_json
 from nbtoolkit.training.batch_norm import refuse_single_samples
 from nbtoolkit.training.callbacks import Callbacks, FitState
 from nbtoolkit.training.checkpoints import CheckpointManager, estimate_bytes
+from nbtoolkit.training.data import Collate
+from nbtoolkit.training.epoch_order import SampleWeights, known_targets
 from nbtoolkit.training.evaluation import (
     ModelPredictor,
     Validator,
@@ -25,15 +27,13 @@ from nbtoolkit.training.evaluation import (
     forward_pair,
     save_predictor,
 )
-from nbtoolkit.training.loading.data import Collate
-from nbtoolkit.training.loading.epoch_order import SampleWeights, known_targets
-from nbtoolkit.training.loading.loader import TrainLoader, make_train_loader
-from nbtoolkit.training.loading.sampler import MicroBatch
+from nbtoolkit.training.loader import TrainLoader, make_train_loader
 from nbtoolkit.training.losses import Loss, StepLoss, check_loss, raise_if_not_finite
 from nbtoolkit.training.metrics import Metrics, check_accuracy, named_metrics, reported_names
 from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
-from nbtoolkit.training.optim.optimizer import GivenOptimizer, refuse_several
-from nbtoolkit.training.optim.schedule import GivenSchedule
+from nbtoolkit.training.optimizer import GivenOptimizer, refuse_several
+from nbtoolkit.training.samples import MicroBatch
+from nbtoolkit.training.schedule import GivenSchedule
 from nbtoolkit.training.step import Forward, Recipe, TrainStep
 from nbtoolkit.training.step_time import StepClock, StepProfiler
 from nbtoolkit.training.sync import LossWindow, SyncResult, sync_ranks

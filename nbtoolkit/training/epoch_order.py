@@ -16,7 +16,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from nbtoolkit.errors import FitError, some_names
-from nbtoolkit.training.loading.sampler import seed_sample
+from nbtoolkit.training.samples import seed_sample
 from nbtoolkit.worker.collectives import broadcast
 from nbtoolkit.worker.random_numbers import derive_seed, preserve_random_state
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from nbtoolkit.training.loading.data import Collate
+    from nbtoolkit.training.data import Collate
     from nbtoolkit.training.losses import Labels
 
 SampleWeights: TypeAlias = "Tensor | NDArray[np.generic] | Sequence[float] | Literal['balanced']"

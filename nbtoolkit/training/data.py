@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.serialization import PackedError, add_note, pack_error, unpack_error
-from nbtoolkit.training.loading.sampler import seed_sample
+from nbtoolkit.training.samples import seed_sample
 from nbtoolkit.worker.random_numbers import GeneratorStates, preserve_random_state
 
 if TYPE_CHECKING:

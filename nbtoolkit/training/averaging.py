@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.training.loading.data import Batch
+    from nbtoolkit.training.data import Batch
     from nbtoolkit.training.model import BatchNorm
     from nbtoolkit.training.train_state import State
 

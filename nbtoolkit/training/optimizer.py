@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from nbtoolkit.config.fields import FreeSection
 from nbtoolkit.errors import FitError, some_names
-from nbtoolkit.training.optim.loss_parameters import add_parameters, loss_parameters
+from nbtoolkit.training.loss_parameters import add_parameters, loss_parameters
 
 if TYPE_CHECKING:
     from types import ModuleType
