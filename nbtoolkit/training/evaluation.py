@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from nbtoolkit.errors import CannotPickle, FitError
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.run.serialization import add_note, pack_value
-from nbtoolkit.training.data import Batch, Collate, float_type, make_source
-from nbtoolkit.training.epoch_order import EpochOrder, make_order, take_apart
+from nbtoolkit.training.data import Batch, Collate, Feed, make_source, take_apart
 from nbtoolkit.training.loader import (
     MapTrainLoader,
     StreamTrainLoader,
@@ -23,7 +22,7 @@ from nbtoolkit.training.loader import (
 )
 from nbtoolkit.training.metrics import Meter, Metric
 from nbtoolkit.training.model import broadcast_buffers, half_precision
-from nbtoolkit.training.samples import Passes
+from nbtoolkit.training.samples import EpochOrder, Passes, make_order
 from nbtoolkit.worker.collectives import Rows, gather_on_all, in_order
 
 if TYPE_CHECKING:
@@ -77,18 +76,15 @@ def make_evaluation_loader(
     import torch
 
     size = batch_size or _LARGER * ctx.plan.batch_size_per_device
-    dtype = float_type(model)
-    feed = take_apart(data, collate=collate, workers=workers, dtype=dtype)
-    data, collate, workers = feed.data, feed.collate, feed.workers
+    feed = take_apart(data, collate=collate, model=model)
+    data, collate = feed.data, feed.collate
     ranks = ctx.world_size
     passes = Passes(size=size * ranks, batch=size * ranks, micro=size, rank=ctx.rank, ranks=ranks)
     if is_stream(data):
         return EvaluationLoader(
             StreamTrainLoader(data, passes, ctx.device, seed=ctx.seed, collate=collate, name=name)
         )
-    source = make_source(
-        data, ctx.device, collate=collate, workers=workers, seed=ctx.seed, dtype=dtype
-    )
+    source = make_source(feed, ctx.device, workers=workers, seed=ctx.seed)
     if len(source) == 0:
         raise FitError(
             f"the {name} set is empty",
@@ -378,19 +374,11 @@ class ModelPredictor:
     Args:
         model: with the weights to predict with.
         step: the user's own step, as ``fit`` takes it; None: the default.
-        collate: as for ``fit``.
-        train_data: as for ``fit``; the collate of a ``DataLoader`` is kept, and the shape of the
-            rows, for an error.
+        feed: the training set, of which the collate is kept, and the shape of the rows, for an
+            error.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        step: Forward | None,
-        collate: Collate | None,
-        train_data: object,
-    ) -> None:
-        feed = take_apart(train_data, collate=collate, workers=0)
+    def __init__(self, model: torch.nn.Module, step: Forward | None, feed: Feed) -> None:
         self._model, self._step, self._collate = model, step, feed.collate
         self._row = _row_shape(feed.data)
 

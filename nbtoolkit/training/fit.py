@@ -18,8 +18,7 @@ from nbtoolkit.run.paths import write_json
 from nbtoolkit.training.batch_norm import refuse_single_samples
 from nbtoolkit.training.callbacks import Callbacks, FitState
 from nbtoolkit.training.checkpoints import CheckpointManager, estimate_bytes
-from nbtoolkit.training.data import Collate
-from nbtoolkit.training.epoch_order import SampleWeights, known_targets
+from nbtoolkit.training.data import Collate, take_apart
 from nbtoolkit.training.evaluation import (
     ModelPredictor,
     Validator,
@@ -32,7 +31,7 @@ from nbtoolkit.training.losses import Loss, StepLoss, check_loss, raise_if_not_f
 from nbtoolkit.training.metrics import Metrics, check_accuracy, named_metrics, reported_names
 from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
 from nbtoolkit.training.optimizer import GivenOptimizer, refuse_several
-from nbtoolkit.training.samples import MicroBatch
+from nbtoolkit.training.samples import MicroBatch, SampleWeights
 from nbtoolkit.training.schedule import GivenSchedule
 from nbtoolkit.training.step import Forward, Recipe, TrainStep
 from nbtoolkit.training.step_time import StepClock, StepProfiler
@@ -173,11 +172,11 @@ def fit(
     announced = [] if adds else [*names, f"best_{monitor}", "epoch", "best_epoch"]
     ctx.announce(announced, stems, first_step=1)
     with CheckpointManager(ctx, config) as checkpoints, contextlib.ExitStack() as closing:
+        feed = take_apart(train_data, collate=collate, model=model)
         loader = make_train_loader(
             ctx,
             config,
-            train_data,
-            collate=collate,
+            feed,
             fit=checkpoints.number,
             sampler=sampler,
             sample_weights=sample_weights,
@@ -188,8 +187,7 @@ def fit(
         for profiler in profilers:
             profiler.expect(loader.steps, total)
             closing.enter_context(profiler)
-        # A step or a collate of the user's may change the targets.
-        targets = known_targets(train_data) if step is None and collate is None else None
+        targets = feed.targets if step is None else None  # a step may change them
         check_accuracy(by_name, targets)
         recipe = Recipe(
             loss=loss,
@@ -211,7 +209,7 @@ def fit(
         ctx.accumulates(entered=False)
         values = training.finish()
         if ctx.is_main and ctx.has_fold and not ctx.params:  # a sweep's folds keep none
-            predictor = ModelPredictor(train_step.module, step, collate, train_data)
+            predictor = ModelPredictor(train_step.module, step, feed)
             save_predictor(ctx.paths, predictor)
         return values
 

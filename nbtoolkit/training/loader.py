@@ -9,28 +9,16 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.batch_norm import smallest_share
-from nbtoolkit.training.data import (
-    Batch,
-    Collate,
-    Sample,
-    float_type,
-    make_source,
-    noted,
-)
-from nbtoolkit.training.epoch_order import (
-    EpochOrder,
-    Feed,
-    SampleWeights,
-    make_order,
-    take_apart,
-)
+from nbtoolkit.training.data import Batch, Collate, Feed, Sample, make_source, noted, seed_sample
 from nbtoolkit.training.samples import (
+    EpochOrder,
     IdentifiedBatch,
     MicroBatch,
     Passes,
     SampleLog,
+    SampleWeights,
     check_steps,
-    seed_sample,
+    make_order,
 )
 from nbtoolkit.worker.batch_slices import digest, refuse_different
 from nbtoolkit.worker.random_numbers import preserve_random_state
@@ -83,9 +71,8 @@ class TrainLoader(Protocol):
 def make_train_loader(
     ctx: RunContext,
     config: Config,
-    data: object,
+    feed: Feed,
     *,
-    collate: Collate | None = None,
     fit: int = 1,
     sampler: Iterable[int] | None = None,
     sample_weights: SampleWeights | None = None,
@@ -97,28 +84,22 @@ def make_train_loader(
         ctx: the run's context.
         config: ``train.drop_last``, ``train.num_workers``, ``train.max_steps``,
             ``train.sample_weights``, ``tracking.record_samples``.
-        data: what :func:`~nbtoolkit.training.data.make_source` takes, in the order of a
-            permutation of (seed, epoch); an iterable, in its own order (see
-            :class:`StreamTrainLoader`); or a ``DataLoader`` of either.
-        collate: makes a batch from a list of samples; default: torch's.
+        feed: what :func:`~nbtoolkit.training.data.make_source` takes, in the order of a
+            permutation of (seed, epoch); or an iterable, in its own order (see
+            :class:`StreamTrainLoader`).
         fit: which call of fit in the training function this is, for the record of the samples.
         sampler: the user's, in place of the permutation.
         sample_weights: the user's, in place of ``train.sample_weights``.
-        model: the data are for it: it decides the type of their floats, and its batch norms how
-            few samples a micro-batch may have.
+        model: its batch norms decide how few samples a micro-batch may have.
 
     Raises:
         FitError: the data cannot be used, are empty, or have no whole batch under
             ``train.drop_last``; a stream of unknown length has no ``train.max_steps``.
     """
     log = None
-    ranks = ctx.world_size
     if config.tracking.record_samples:
-        log = SampleLog(ctx.paths.samples(ctx.rank), ranks=ranks, fit=fit)
-    workers = config.train.num_workers
-    dtype = float_type(model)
+        log = SampleLog(ctx.paths.samples(ctx.rank), ranks=ctx.world_size, fit=fit)
     smallest = 1 if model is None else smallest_share(model)
-    feed = take_apart(data, collate=collate, workers=workers, dtype=dtype)
     batch, data = ctx.plan.global_batch_size, feed.data
     if feed.batch_size not in (None, batch):
         ctx.print(
@@ -138,9 +119,7 @@ def make_train_loader(
                 do="remove them, or let the stream itself choose its samples",
             )
         return _make_stream_loader(ctx, config, feed, log, smallest)
-    source = make_source(
-        data, ctx.device, collate=feed.collate, workers=feed.workers, seed=ctx.seed, dtype=dtype
-    )
+    source = make_source(feed, ctx.device, workers=config.train.num_workers, seed=ctx.seed)
     order = make_order(
         data, len(source), sampler, sample_weights, seed=ctx.seed, ranks=ctx.world_size
     )
@@ -160,7 +139,7 @@ def _make_stream_loader(
             allowed="an iterable with __len__ (its samples in one epoch), or train.max_steps",
             do="set train.max_steps: <optimizer steps of the whole run>",
         )
-    if feed.workers:
+    if feed.workers or config.train.num_workers:
         ctx.print("fit: no DataLoader workers: the training set is a stream, read by each rank")
     size = ctx.plan.global_batch_size if length is None else length
     passes = _make_passes(ctx, config, feed, size, smallest)

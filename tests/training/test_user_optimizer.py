@@ -14,8 +14,8 @@ from torch.optim import lr_scheduler as rates
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ConfigError, FitError
-from nbtoolkit.training.epoch_order import permutation
 from nbtoolkit.training.optimizer import make_optimizer
+from nbtoolkit.training.samples import permutation
 
 
 @pytest.fixture
