@@ -27,7 +27,7 @@ from nbtoolkit.training.evaluation import (
     save_predictor,
 )
 from nbtoolkit.training.loader import TrainLoader, make_train_loader
-from nbtoolkit.training.losses import Loss, StepLoss, check_loss, raise_if_not_finite
+from nbtoolkit.training.losses import Loss, check_loss
 from nbtoolkit.training.metrics import Metrics, check_accuracy, named_metrics, reported_names
 from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
 from nbtoolkit.training.optimizer import GivenOptimizer, refuse_several
@@ -35,7 +35,13 @@ from nbtoolkit.training.samples import MicroBatch, SampleWeights
 from nbtoolkit.training.schedule import GivenSchedule
 from nbtoolkit.training.step import Forward, Recipe, TrainStep
 from nbtoolkit.training.step_time import StepClock, StepProfiler
-from nbtoolkit.training.sync import LossWindow, SyncResult, sync_ranks
+from nbtoolkit.training.sync import (
+    LossWindow,
+    StepLoss,
+    SyncResult,
+    raise_if_not_finite,
+    sync_ranks,
+)
 from nbtoolkit.training.train_state import (
     MetricLogger,
     RandomState,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from nbtoolkit.config.fields import FreeSection
 from nbtoolkit.errors import FitError, some_names
-from nbtoolkit.training.loss_parameters import add_parameters, loss_parameters
+from nbtoolkit.training.losses import loss_parameters
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -442,3 +442,13 @@ def resolve_optimizer(
     if made.state:  # its steps so far may have been on another device
         made.load_state_dict(made.state_dict())
     return made
+
+
+def add_parameters(
+    optimizer: torch.optim.Optimizer, model: nn.Module, loss: nn.Module | None
+) -> None:
+    """Give the user's optimizer the loss's parameters that it lacks, in a group of its defaults."""
+    held = {one for group in optimizer.param_groups for one in group["params"]}
+    missing = [one for one in loss_parameters(model, loss).values() if one not in held]
+    if missing:
+        optimizer.add_param_group({"params": missing})

@@ -13,8 +13,17 @@ from nbtoolkit.run.serialization import add_note
 from nbtoolkit.training.averaging import make_averages
 from nbtoolkit.training.batch_norm import single_sample_fault
 from nbtoolkit.training.fsdp import Fsdp
-from nbtoolkit.training.loss_parameters import loss_parameters, trained_loss
-from nbtoolkit.training.losses import BatchLoss, check_labels, on_device, training_pass
+from nbtoolkit.training.losses import (
+    BatchLoss,
+    Computed,
+    ReducedLoss,
+    check_labels,
+    check_shapes,
+    loss_parameters,
+    on_device,
+    trained_loss,
+    training_pass,
+)
 from nbtoolkit.training.model import (
     autocast,
     broadcast_buffers,
@@ -22,11 +31,9 @@ from nbtoolkit.training.model import (
     to_channels_last,
 )
 from nbtoolkit.training.optimizer import GivenOptimizer, make_user_optimizer
-from nbtoolkit.training.reduction import Computed, ReducedLoss, StepWeights
 from nbtoolkit.training.samples import MicroBatch
 from nbtoolkit.training.schedule import GivenSchedule, Schedule, make_schedule
 from nbtoolkit.training.scheduled import ScheduledOptimizer
-from nbtoolkit.training.shapes import check_shapes
 from nbtoolkit.training.strategy import (
     Strategy,
     average_gradients,
@@ -37,6 +44,7 @@ from nbtoolkit.training.strategy import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.distributed import Work
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.training.data import Batch
@@ -66,6 +74,68 @@ class Recipe:
     optimizer: GivenOptimizer | None = None
     schedule: GivenSchedule | None = None
     targets: Labels | None = None
+
+
+class StepWeights:
+    """The weights of the micro-batches of a step whose loss is a mean over weights.
+
+    Args:
+        device: of the weights.
+        ranks: the number of ranks.
+    """
+
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        self._device, self._ranks = device, ranks
+        self._samples = 0
+        self._weights: list[Tensor] = []
+        self._sums: Tensor | None = None
+        self._work: Work | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._weights)
+
+    def add(self, loss: BatchLoss, samples: int) -> Tensor:
+        """Add a micro-batch; returns its weight, a scalar that :meth:`factor` multiplies."""
+        import torch
+
+        weight = torch.as_tensor(loss.weight, device=self._device).double()
+        self._samples += samples
+        self._weights.append(weight)
+        return weight
+
+    def begin_sum(self) -> None:
+        """Begin to sum the weights over the ranks; all of them call it."""
+        import torch
+        import torch.distributed as dist
+
+        if self._ranks == 1 and not self._weights:
+            return
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if self._weights:
+            self._sums[0] += torch.stack(self._weights).sum()
+            self._sums[1] += self._samples
+        if self._ranks > 1:
+            self._work = dist.all_reduce(self._sums, async_op=True)
+
+    def factor(self) -> Tensor | None:
+        """What makes the gradients of the step those of the mean over its weights.
+
+        The weights of the micro-batches are multiplied by it, so that they sum to the samples: all
+        samples count equally in reports, as if one device returned the loss of the step. None: the
+        step has one part. Called by all ranks.
+        """
+        import torch
+
+        if self._work is not None:
+            self._work.wait()
+        if self._sums is None:
+            return None
+        weight, samples = self._sums
+        factor = torch.where(weight == 0, 0, samples / weight)
+        for one in self._weights:
+            one *= factor
+        self._samples, self._weights, self._sums, self._work = 0, [], None, None
+        return factor
 
 
 class TrainStep:

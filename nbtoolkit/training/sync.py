@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from nbtoolkit.errors import LossNotFinite
 from nbtoolkit.training.losses import BatchLoss
 from nbtoolkit.training.samples import MicroBatch
+from nbtoolkit.worker.collectives import gather_on_all
 from nbtoolkit.worker.watch import Signal, Watch
 
 if TYPE_CHECKING:
@@ -173,3 +175,83 @@ def sync_ranks(
     columns = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
     total = [LossSum(loss, weight, int(samples)) for loss, weight, samples in columns]
     return SyncResult(total, signal, rows, stops > 0)
+
+
+# --- losses that are not finite ---
+
+
+_SHOWN = 20  # samples named in the message
+
+
+class StepLoss(NamedTuple):
+    """One rank's loss of one micro-batch of an optimizer step."""
+
+    step: int
+    """Optimizer steps of the run done with it: the number under which it is logged."""
+    epoch: int
+    """From 1."""
+    in_epoch: int
+    """The optimizer step within the epoch, from 0."""
+    loss: float
+    """The mean over the micro-batch's samples."""
+
+
+def raise_if_not_finite(
+    ctx: RunContext,
+    losses: Sequence[StepLoss],
+    sample_ids: Callable[[int, int], Sequence[int]],
+    *,
+    tolerant: bool,
+    rate: float | None = None,
+    grad_norm: float | None = None,
+) -> None:
+    """Raise the same error on all ranks for the first step whose loss is not finite.
+
+    A collective: called by **all** ranks, and only when the sum of the losses over all ranks is not
+    finite.
+
+    Under fp16 one batch may overflow. Its gradients are then not finite either, so the scaler skips
+    the step and halves its scale, and the weights stay good: such a step is only printed, as long
+    as the scale can still fall (``tolerant``). So is a step whose targets are all ignored.
+
+    Args:
+        ctx: the run's context.
+        losses: this rank's losses since the last synchronisation.
+        sample_ids: ``(epoch, step in it)`` -> the samples of that step's global batch.
+        tolerant: :attr:`TrainStep.keeps_weights`, equal on all ranks.
+        rate: the present learning rate, for the message.
+        grad_norm: the gradient's norm when it was last measured, for the message.
+
+    Raises:
+        LossNotFinite: names the first step that is not finite, and its samples.
+    """
+    wrong = not_finite(loss for part in gather_on_all(losses, ctx.world_size) for loss in part)
+    if wrong and not tolerant:
+        first = wrong[0]
+        raise _not_finite_error(first, sample_ids(first.epoch, first.in_epoch), rate, grad_norm)
+    for step in dict.fromkeys(loss.step for loss in wrong):
+        ctx.print(
+            f"fit: the loss of optimizer step {step} is not finite, and did not change the weights"
+        )
+
+
+def not_finite(losses: Iterable[StepLoss]) -> list[StepLoss]:
+    """The losses that are infinite or NaN, sorted by step."""
+    wrong = [loss for loss in losses if not math.isfinite(loss.loss)]
+    return sorted(wrong, key=lambda loss: loss.step)
+
+
+def _not_finite_error(
+    first: StepLoss, samples: Sequence[int], rate: float | None, grad_norm: float | None
+) -> LossNotFinite:
+    more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
+    known = (("learning rate", rate), ("gradient norm", grad_norm))
+    now = ", ".join(f"{name} {value:g}" for name, value in known if value and math.isfinite(value))
+    return LossNotFinite(
+        f"the loss of optimizer step {first.step} (step {first.in_epoch + 1} of epoch "
+        f"{first.epoch}) is {first.loss}{f'; {now}' if now else ''}\n"
+        f"  Its batch: samples {', '.join(map(str, samples[:_SHOWN]))}{more}",
+        allowed="losses that are finite numbers",
+        do="look at these samples (a NaN among the inputs?); lower optim.lr, or set "
+        "train.max_grad_norm: 1.0",
+    )
