@@ -1,29 +1,260 @@
-"""Decide when a checkpoint is due, copy the state to the CPU, and write it beside the training."""
+"""Keep what a resumed fit needs: its progress, the ranks' random state, and the checkpoints.
+
+A checkpoint is copied to the CPU when it is due, and written beside the training.
+"""
 
 from __future__ import annotations
 
+import math
+import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
+from nbtoolkit.config.aliases import similar_name
+from nbtoolkit.config.validation import resolve
 from nbtoolkit.environment.resources import free_space, size_text
-from nbtoolkit.errors import CheckpointError
+from nbtoolkit.errors import CheckpointError, FitError
 from nbtoolkit.host import detect_host
-from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore, Kind, StoredCheckpoint
-from nbtoolkit.training.step import TrainStep
+from nbtoolkit.run.checkpoints.checkpoint_store import (
+    CheckpointStore,
+    Kind,
+    State,
+    StoredCheckpoint,
+)
 from nbtoolkit.training.strategy import HostState
-from nbtoolkit.training.train_state import State
-from nbtoolkit.worker.collectives import broadcast
+from nbtoolkit.worker.collectives import broadcast, gather_on_all
 from nbtoolkit.worker.watch import SaveTimes
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.training.step import TrainStep
+    from nbtoolkit.training.sync import LossSum
     from nbtoolkit.worker.context import RunContext
+
+# --- progress ---
+
+
+def check_monitor(config: Config, names: Sequence[str], stems: Sequence[str]) -> None:
+    """Refuse a ``checkpoint.monitor`` that no epoch will have.
+
+    Args:
+        config: the fit's.
+        names: the metrics of its epochs.
+        stems: those of them that may become ``<stem>_<key>``.
+
+    Raises:
+        FitError: names the metrics.
+    """
+    monitor = config.checkpoint.monitor
+    if monitor is None or monitor in names or monitor.startswith(tuple(f"{s}_" for s in stems)):
+        return
+    near = similar_name(monitor, names)
+    raise FitError(
+        f"checkpoint.monitor is {monitor!r}, which no epoch will have",
+        allowed=", ".join([*names, *(f"{stem}_<key>" for stem in stems)]),
+        do=f"set checkpoint.monitor: {near}"
+        if near
+        else "set checkpoint.monitor to one of these, or pass a metric of that name to fit",
+    )
+
+
+class TrainState:
+    """The progress of a fit.
+
+    Attributes:
+        epoch: epochs done.
+        taken: optimizer steps done in the current epoch.
+        loss: the sum of the current epoch's losses, over all ranks, each times its weight.
+        seen: the sum of these weights: the samples, if the loss is a mean over samples.
+        stopped: why a callback has ended the training; "": it has not.
+        values: the metrics of the last epoch done.
+        best: the best value of the monitored metric; None: no epoch has had a number (NaN is none).
+        best_epoch: the epoch of this value.
+        best_step: optimizer steps done at its end.
+        best_values: the metrics of this epoch.
+        stale: epochs since the last improvement by more than ``train.min_delta``.
+
+    Raises:
+        FitError: the direction of ``checkpoint.monitor`` is unknown.
+    """
+
+    def __init__(self, ctx: RunContext, config: Config) -> None:
+        self._ctx, self._checkpoint, self._train = ctx, config.checkpoint, config.train
+        # Without a monitor it is a loss: val_loss or train_loss.
+        direction = resolve(self._checkpoint.monitor or "val_loss", config)
+        if direction is None:
+            raise FitError(
+                f"the name {self._checkpoint.monitor!r} (checkpoint.monitor) does not say whether "
+                "its highest or its lowest value is best",
+                allowed="`mode: max` or `mode: min` under checkpoint",
+                do="add the line that applies",
+            )
+        self._minimize = direction == "minimize"
+        self._printed_at = 0.0
+        self._reference: float | None = None
+        self.epoch = self.taken = 0
+        self.loss = self.seen = 0.0
+        self.stopped = ""
+        self.values: dict[str, float] = {}
+        self.best_values: dict[str, float] = {}
+        self.best: float | None = None
+        self.best_epoch = self.best_step = self.stale = 0
+
+    def add(self, part: LossSum) -> None:
+        """Add losses of the current epoch."""
+        self.loss += part.loss
+        self.seen += part.weight
+
+    @property
+    def train_loss(self) -> float:
+        """The mean loss of the current epoch so far."""
+        return self.loss / (self.seen or math.nan)
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether ``train.early_stopping_patience`` is used up."""
+        patience = self._train.early_stopping_patience
+        return patience is not None and self.stale >= patience
+
+    def end_epoch(self, values: dict[str, float], step: int) -> bool:
+        """End the current epoch with its metrics; returns whether it is the best so far."""
+        self.epoch, self.values = self.epoch + 1, values
+        self.taken = 0
+        self.loss = self.seen = 0.0
+        value = values[self.monitored]
+        better = self._is_better(value, self.best, by=0.0)
+        if better:
+            self.best, self.best_epoch, self.best_step = value, self.epoch, step
+            self.best_values = values
+        if self._is_better(value, self._reference, by=self._train.min_delta):
+            self._reference, self.stale = value, 0
+        else:
+            self.stale += 1
+        self._print()
+        return better
+
+    @property
+    def monitored(self) -> str:
+        """The metric that decides which epoch is best.
+
+        Raises:
+            FitError: the epochs have no metric of the name in ``checkpoint.monitor``.
+        """
+        values = self.values
+        name = self._checkpoint.monitor or ("val_loss" if "val_loss" in values else "train_loss")
+        if name not in values:
+            raise FitError(
+                f"checkpoint.monitor is {name!r}, which no epoch has",
+                allowed=", ".join(values),
+                do="set checkpoint.monitor to one of these, or pass a metric of that name to fit",
+            )
+        return name
+
+    @property
+    def has_best(self) -> bool:
+        """Whether an epoch can be best: not by the training loss alone."""
+        return self._checkpoint.monitor is not None or "val_loss" in self.values
+
+    @property
+    def ends_with_best(self) -> bool:
+        """Whether the model ends with the weights of another epoch than the last."""
+        wanted = self._checkpoint.weights == "best" and self.has_best
+        return wanted and self.best is not None and self.best_epoch != self.epoch
+
+    def summary(self) -> dict[str, float]:
+        """The metrics of the epoch with whose weights the model ends, and the best epoch."""
+        values = self.best_values if self.ends_with_best else self.values
+        best = math.nan if self.best is None else self.best
+        name = f"best_{self.monitored}"
+        return {**values, name: best, "epoch": self.epoch, "best_epoch": self.best_epoch}
+
+    def state(self) -> State:
+        """The attributes, plain values for a checkpoint."""
+        attributes = {name: value for name, value in vars(self).items() if name[0] != "_"}
+        return {"reference": self._reference, **attributes}
+
+    def restore(self, state: State) -> None:
+        """Continue from a :meth:`state`."""
+        for name, value in state.items():
+            setattr(self, "_reference" if name == "reference" else name, value)
+
+    def _is_better(self, value: float, than: float | None, *, by: float) -> bool:
+        if math.isnan(value):
+            return False
+        if than is None:
+            return True
+        return value < than - by if self._minimize else value > than + by
+
+    def _print(self) -> None:
+        """Print the epoch's metrics, at most once a second: epochs may take milliseconds."""
+        last = self.epoch == self._train.epochs or self.stopped_early
+        if last or time.monotonic() - self._printed_at >= 1.0:
+            self._printed_at = time.monotonic()
+            values = "  ".join(f"{name} {value:.4f}" for name, value in self.values.items())
+            self._ctx.print(f"epoch {self.epoch}/{self._train.epochs}  {values}")
+        if self.stopped_early:
+            best = f"a {self.monitored} that is a number"
+            if self.best is not None:
+                best = f"a better {self.monitored} than epoch {self.best_epoch}'s {self.best:.6g}"
+            self._ctx.print(
+                f"fit: stops early, {self.stale} epochs without {best} "
+                "(train.early_stopping_patience)"
+            )
+
+
+# --- random state ---
+
+
+RandomState: TypeAlias = dict[str, Any]
+"""The states of one rank's generators: tensors and plain values."""
+
+
+def gather_random_states(device: torch.device, ranks: int) -> list[RandomState]:
+    """The states of all ranks' generators, by rank; a collective when there are several ranks."""
+    return gather_on_all(_random_state(device), ranks)
+
+
+def _random_state(device: torch.device) -> RandomState:
+    import numpy as np
+    import torch
+
+    version, words, gauss = random.getstate()
+    numbers = np.random.get_state(legacy=False)
+    keys, position = numbers["state"]["key"], numbers["state"]["pos"]
+    has_gauss, cached = numbers["has_gauss"], numbers["gauss"]
+    state = {
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [torch.from_numpy(keys.astype(np.int64)), int(position), has_gauss, float(cached)],
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: RandomState, device: torch.device) -> None:
+    """Set this process's generators to one of :func:`gather_random_states`."""
+    import numpy as np
+    import torch
+
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+# --- files ---
+
 
 # The best epoch's weights are copied at once, but written only when the last write is this many
 # times its own duration ago: epochs may take milliseconds, and writing then takes 3% of the time.

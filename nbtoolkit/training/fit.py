@@ -13,11 +13,19 @@ from typing import TYPE_CHECKING
 from nbtoolkit.config.reads import mark_used
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.errors import CheckpointError, RunStopped
-from nbtoolkit.run.checkpoints.checkpoint_store import StoredCheckpoint
+from nbtoolkit.run.checkpoints.checkpoint_store import State, StoredCheckpoint
 from nbtoolkit.run.paths import write_json
 from nbtoolkit.training.batch_norm import refuse_single_samples
-from nbtoolkit.training.callbacks import Callbacks, FitState
-from nbtoolkit.training.checkpoints import CheckpointManager, estimate_bytes
+from nbtoolkit.training.callbacks import Callbacks, FitState, StepProfiler
+from nbtoolkit.training.checkpoints import (
+    CheckpointManager,
+    RandomState,
+    TrainState,
+    check_monitor,
+    estimate_bytes,
+    gather_random_states,
+    restore_random_state,
+)
 from nbtoolkit.training.data import Collate, take_apart
 from nbtoolkit.training.evaluation import (
     ModelPredictor,
@@ -34,22 +42,14 @@ from nbtoolkit.training.optimizer import GivenOptimizer, refuse_several
 from nbtoolkit.training.samples import MicroBatch, SampleWeights
 from nbtoolkit.training.schedule import GivenSchedule
 from nbtoolkit.training.step import Forward, Recipe, TrainStep
-from nbtoolkit.training.step_time import StepClock, StepProfiler
 from nbtoolkit.training.sync import (
     LossWindow,
+    MetricLogger,
+    StepClock,
     StepLoss,
     SyncResult,
     raise_if_not_finite,
     sync_ranks,
-)
-from nbtoolkit.training.train_state import (
-    MetricLogger,
-    RandomState,
-    State,
-    TrainState,
-    check_monitor,
-    gather_random_states,
-    restore_random_state,
 )
 from nbtoolkit.worker.random_numbers import seed_rank
 from nbtoolkit.worker.watch import Watch

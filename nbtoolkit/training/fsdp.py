@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    from nbtoolkit.training.train_state import State
+    from nbtoolkit.run.checkpoints.checkpoint_store import State
     from nbtoolkit.worker.context import RunContext
 
 # Their state has other shapes than the parameters, or a step needs whole matrices.

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.run.checkpoints.checkpoint_store import State
     from nbtoolkit.training.strategy import Strategy
-    from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext
 
 

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from torch.distributed import Work
 
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.run.checkpoints.checkpoint_store import State
     from nbtoolkit.training.data import Batch
     from nbtoolkit.training.losses import Labels, Loss
-    from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext
 
 Forward: TypeAlias = "Callable[[nn.Module, Any], tuple[Any, Any]]"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.training.train_state import State
+    from nbtoolkit.run.checkpoints.checkpoint_store import State
     from nbtoolkit.worker.context import RunContext
 
 _COMPILERS = ("torch._dynamo", "torch._inductor")

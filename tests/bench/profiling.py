@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import nbtoolkit as nb
 from nbtoolkit.training import fit
-from nbtoolkit.training.step_time import RankTime, StepClock
+from nbtoolkit.training.sync import RankTime, StepClock
 from tests.bench.figures import Figure, in_fresh_process, quiet_config
 from tests.bench.training import SMALL, digits, mlp
 

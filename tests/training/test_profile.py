@@ -19,7 +19,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.run.identity import Identity
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.training.step_time import split_steps
+from nbtoolkit.training.callbacks import split_steps
 
 
 def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, Any]:
