@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nbtoolkit.errors import FitError, RunStopped
 from nbtoolkit.run.checkpoints.checkpoint_store import State, dump_state
 from nbtoolkit.training.data import noted
-from nbtoolkit.training.schedule import required_arguments
+from nbtoolkit.training.optim import required_arguments
 from nbtoolkit.worker.collectives import gather_on_all
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.errors import CheckpointError, RunStopped
 from nbtoolkit.run.checkpoints.checkpoint_store import State, StoredCheckpoint
 from nbtoolkit.run.paths import write_json
-from nbtoolkit.training.batch_norm import refuse_single_samples
 from nbtoolkit.training.callbacks import Callbacks, FitState, StepProfiler
 from nbtoolkit.training.checkpoints import (
     CheckpointManager,
@@ -37,10 +36,9 @@ from nbtoolkit.training.evaluation import (
 from nbtoolkit.training.loader import TrainLoader, make_train_loader
 from nbtoolkit.training.losses import Loss, check_loss
 from nbtoolkit.training.metrics import Metrics, check_accuracy, named_metrics, reported_names
-from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
-from nbtoolkit.training.optimizer import GivenOptimizer, refuse_several
+from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers, refuse_single_samples
+from nbtoolkit.training.optim import GivenOptimizer, GivenSchedule, refuse_several
 from nbtoolkit.training.samples import MicroBatch, SampleWeights
-from nbtoolkit.training.schedule import GivenSchedule
 from nbtoolkit.training.step import Forward, Recipe, TrainStep
 from nbtoolkit.training.sync import (
     LossWindow,

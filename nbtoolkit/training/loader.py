@@ -8,8 +8,8 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Protocol, cast
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.batch_norm import smallest_share
 from nbtoolkit.training.data import Batch, Collate, Feed, Sample, make_source, noted, seed_sample
+from nbtoolkit.training.model import smallest_share
 from nbtoolkit.training.samples import (
     EpochOrder,
     IdentifiedBatch,

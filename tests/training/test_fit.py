@@ -18,8 +18,8 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import CheckpointError, FitError
 from nbtoolkit.training.metrics import accuracy
+from nbtoolkit.training.optim import warmup_and_decay
 from nbtoolkit.training.samples import permutation
-from nbtoolkit.training.schedule import warmup_and_decay
 from nbtoolkit.worker.context import RunContext
 
 
