@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -211,9 +210,7 @@ def _check(callback: object, name: str) -> None:
         fault = f"{several[0]} of the callback {name} does not take one argument, the state"
         do = f"define it as {several[0]}(self, state): state has epoch, metrics, model and ctx"
     elif unknown:
-        near = difflib.get_close_matches(unknown[0], MOMENTS, n=1)
-        fault = f"fit never calls {unknown[0]} of the callback {name}"
-        do = f"did you mean {near[0]}?" if near else "rename it"
+        fault, do = f"fit never calls {unknown[0]} of the callback {name}", "rename it"
     elif not found:
         fault, do = f"the callback {name} has no method that fit calls", "derive from nb.Callback"
     else:

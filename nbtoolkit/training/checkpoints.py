@@ -55,10 +55,14 @@ def check_monitor(config: Config, names: Sequence[str], stems: Sequence[str]) ->
     monitor = config.checkpoint.monitor
     if monitor is None or monitor in names or monitor.startswith(tuple(f"{s}_" for s in stems)):
         return
+    raise _no_metric(monitor, [*names, *(f"{stem}_<key>" for stem in stems)])
+
+
+def _no_metric(monitor: str, names: Sequence[str]) -> FitError:
     near = similar_name(monitor, names)
-    raise FitError(
+    return FitError(
         f"checkpoint.monitor is {monitor!r}, which no epoch will have",
-        allowed=", ".join([*names, *(f"{stem}_<key>" for stem in stems)]),
+        allowed=", ".join(names),
         do=f"set checkpoint.monitor: {near}"
         if near
         else "set checkpoint.monitor to one of these, or pass a metric of that name to fit",
@@ -150,11 +154,7 @@ class TrainState:
         values = self.values
         name = self._checkpoint.monitor or ("val_loss" if "val_loss" in values else "train_loss")
         if name not in values:
-            raise FitError(
-                f"checkpoint.monitor is {name!r}, which no epoch has",
-                allowed=", ".join(values),
-                do="set checkpoint.monitor to one of these, or pass a metric of that name to fit",
-            )
+            raise _no_metric(name, list(values))
         return name
 
     @property

@@ -213,7 +213,7 @@ def fit(
         ctx.accumulates(entered=False)
         values = training.finish()
         if ctx.is_main and ctx.has_fold and not ctx.params:  # a sweep's folds keep none
-            predictor = ModelPredictor(train_step.module, step, feed)
+            predictor = ModelPredictor(train_step.module, step, feed.collate)
             save_predictor(ctx.paths, predictor)
         return values
 
@@ -329,7 +329,7 @@ class _Training:
             if state.stopped:
                 self._ctx.print(f"fit: stops after epoch {self._epoch}: {state.stopped}")
         better = state.end_epoch(values, train_step.steps_done)
-        train_step.end_epoch(values[state.monitored])
+        train_step.schedule.end_epoch(values[state.monitored])
         if better and state.has_best:
             about = {"epoch": state.epoch, "values": values}
             best = strategy.gathered(train_step.weights())
@@ -351,7 +351,7 @@ class _Training:
             train_step.module.load_state_dict(train_step.evaluated_module.state_dict())
         if state.ends_with_best:
             train_step.load_on_all_ranks(self._checkpoints.best_weights())
-        train_step.close()
+        train_step.strategy.close()
         self._moment("on_fit_end")
         return state.summary()
 

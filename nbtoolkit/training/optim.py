@@ -645,29 +645,14 @@ def _schedule_of_function(
         made = given(optimizer, steps)
     else:
         try:  # 1 is the factor of the first step of most curves
-            number = given(0)
-        except Exception as error:
-            made = _schedule_of_optimizer(given, optimizer, error)
-        else:
-            if isinstance(number, (int, float)):
-                return cast("Callable[[int], float]", given)
-            made = number
+            made = given(0)
+        except Exception:
+            made = given(optimizer)
+        if isinstance(made, (int, float)):
+            return cast("Callable[[int], float]", given)
     if not isinstance(made, LRScheduler):
         raise _no_schedule(f"is a function that returns a {type(made).__name__}")
     return made
-
-
-def _schedule_of_optimizer(
-    given: Callable[..., Any], optimizer: object, error: Exception
-) -> object:
-    """What the function makes of the optimizer, since of a step it raised ``error``."""
-    try:
-        return given(optimizer)
-    except Exception as second:
-        raise _no_schedule(
-            f"is a function that fails: of step 0 with {type(error).__name__}: {error}; of the "
-            f"optimizer with {type(second).__name__}: {second}"
-        ) from second
 
 
 def _no_schedule(what: str) -> FitError:

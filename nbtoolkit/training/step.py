@@ -279,7 +279,10 @@ class TrainStep:
 
         try:
             with torch.no_grad():
-                return self._evaluated(self.evaluated_module, batch, samples)
+                records = not self.reduced_loss.whole_batches
+                computed = self._compute(self.evaluated_module, batch, records=records)
+                loss = self.reduced_loss.reduce(computed, samples)
+                return computed.outputs, computed.targets, loss
         except Exception as error:
             add_note(error, f"in the validation after optimizer step {self.steps_done} of nb.fit")
             raise
@@ -308,10 +311,6 @@ class TrainStep:
         broadcast_buffers(self.module, self._ranks)
         if self.averages is not None:
             broadcast_buffers(self.averages.module, self._ranks)
-
-    def close(self) -> None:
-        """Leave the whole, plain model on each rank; all ranks call it, after the last step."""
-        self.strategy.close()
 
     def state(self) -> State:
         """What a resumed run needs, as :meth:`Strategy.gathered` takes it."""
@@ -349,10 +348,6 @@ class TrainStep:
             self.averages.restore(state["averages"], source=source)
         self.steps_done = state["step"]
 
-    def end_epoch(self, value: float) -> None:
-        """Report an epoch's monitored value to the schedule."""
-        self.schedule.end_epoch(value)
-
     def weights(self) -> State:
         """The weights that were evaluated, and those of a loss that is trained."""
         weights = {"model": self.evaluated_module.state_dict()}
@@ -389,13 +384,6 @@ class TrainStep:
             if not reduced_loss.records:
                 computed = computed._replace(calls=())
         return reduced_loss.reduce(computed, micro_batch.rows)
-
-    def _evaluated(
-        self, model: Callable[..., Any], batch: Batch, samples: int
-    ) -> tuple[Batch, Batch, BatchLoss]:
-        """See :meth:`evaluate`."""
-        computed = self._compute(model, batch, records=not self.reduced_loss.whole_batches)
-        return computed.outputs, computed.targets, self.reduced_loss.reduce(computed, samples)
 
     def _compute(self, model: Callable[..., Any], batch: Batch, *, records: bool) -> Computed:
         """A forward pass and its loss.
