@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
@@ -27,6 +28,7 @@ from nbtoolkit.run.checkpoints.checkpoint_store import (
 )
 from nbtoolkit.training.strategy import HostState
 from nbtoolkit.worker.collectives import broadcast, gather_on_all
+from nbtoolkit.worker.random_numbers import seed_rank
 from nbtoolkit.worker.watch import SaveTimes
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.training.callbacks import Callbacks
     from nbtoolkit.training.step import TrainStep
     from nbtoolkit.training.sync import LossSum
     from nbtoolkit.worker.context import RunContext
@@ -273,6 +276,82 @@ class _BestWeights(NamedTuple):
     about: State
 
 
+@dataclass(frozen=True)
+class Resumable:
+    """The parts of a fit that a checkpoint holds.
+
+    Attributes:
+        train_step: the model, its optimizer and its averages.
+        progress: the epochs done, and the best one.
+        callbacks: the user's.
+        sampling: what must be equal for a position in an epoch to mean the same samples.
+        before_save: called on the main rank before a state is taken.
+    """
+
+    train_step: TrainStep
+    progress: TrainState
+    callbacks: Callbacks
+    sampling: State
+    before_save: Callable[[], object]
+
+    def files(self, state: State, random_states: list[RandomState] | None) -> dict[str, State]:
+        """Return the state of each file; on the main rank.
+
+        Args:
+            state: of :attr:`train_step`, gathered.
+            random_states: of all ranks, within an epoch; None at its end.
+        """
+        averages, training = self.train_step.averages, dict(state)
+        files = {"model": training.pop("model"), "training": training}
+        training |= {
+            "progress": self.progress.state(),
+            "random_states": random_states,
+            "sampling": self.sampling,
+            "callbacks": self.callbacks.state(),
+        }
+        if "loss_parameters" in training:
+            files["loss_parameters"] = training.pop("loss_parameters")
+        if averages is not None and averages.active:
+            files["averaged"] = averages.weights()
+        return files
+
+    def restore(self, stored: StoredCheckpoint, ctx: RunContext) -> None:
+        """Continue from the :meth:`files` of a checkpoint.
+
+        Raises:
+            CheckpointError: it belongs to other data or another model.
+        """
+        train_step, progress, saved = self.train_step, self.progress, stored.read("training")
+        _check_same_samples(stored.folder, saved["sampling"], self.sampling)
+        train_step.restore({**saved, **stored.weights()}, source=str(stored.folder))
+        progress.restore(saved["progress"])
+        self.callbacks.restore(saved.get("callbacks", {}))
+        if progress.taken:
+            if len(saved["random_states"]) == ctx.world_size:
+                restore_random_state(saved["random_states"][ctx.rank], ctx.device)
+            else:
+                seed_rank(ctx.device, ctx.seed, "resumed", train_step.steps_done, ctx.rank)
+        within = f", {progress.taken} steps into the next one" if progress.taken else ""
+        ctx.print(f"fit: resumes after epoch {progress.epoch}{within}")
+
+
+def _check_same_samples(folder: Path, then: State, now: State) -> None:
+    """Refuse a checkpoint whose position in an epoch means other samples than it does now."""
+    changed = [
+        f"{name} {then[name] or 'a permutation'} then, {now[name] or 'a permutation'} now"
+        for name in now
+        if then[name] != now[name]
+    ]
+    if changed:
+        raise CheckpointError(
+            f"the checkpoint {folder} was made with other samples in its steps: "
+            + "; ".join(changed),
+            allowed="the same data set, seed, and samples in an optimizer step (with "
+            "train.batch_size_per_device: the same number of ranks and accumulation steps)",
+            do="launch as before, or with resume='never'",
+        )
+
+
 class CheckpointManager(SaveTimes):
     """The checkpoints of one fit. All ranks have one; only the main rank's copies and writes.
 
@@ -295,7 +374,7 @@ class CheckpointManager(SaveTimes):
         self._best: _BestWeights | None = None
         self._writing: _BestWeights | None = None
         self._best_weights: State | None = None  # as long as this process has them
-        self._saved = (-1, -1)
+        self._position = (-1, -1)  # step and epoch of the last state that was written
         self._best_written_at, self._state_bytes = 0.0, 0
 
     def __enter__(self) -> CheckpointManager:
@@ -320,22 +399,49 @@ class CheckpointManager(SaveTimes):
             return 0.0
         return 1.0 + 2 * (self._writer.seconds or self._state_bytes / _SLOW_DISK)
 
-    def save(self, parts: Callable[[], Mapping[str, State]], step: int, about: State) -> None:
-        """Copy a state and start to write it; the training waits for the copy only.
+    def save(self, fit: Resumable, *, within_epoch: bool) -> None:
+        """Copy the state of a fit and start to write it; the training waits for the copy only.
+
+        All ranks call it. A second call at the same step and epoch writes nothing.
 
         Args:
-            parts: makes the state, by file; called on the main rank only.
-            step: optimizer steps done.
-            about: for the manifest; a second call at the same step and ``epoch`` does nothing.
+            fit: what is saved.
+            within_epoch: whether the epoch has steps left: only then the states of the random
+                generators are needed.
         """
-        position = step, about["epoch"]
-        if not self.enabled or position == self._saved or not self._ctx.is_main:
+        if not self.enabled:
+            return
+        ctx, train_step, progress = self._ctx, fit.train_step, fit.progress
+        strategy, state = train_step.strategy, None
+        states = gather_random_states(ctx.device, ctx.world_size) if within_epoch else None
+        if strategy.gathers:
+            self.finish_writing()  # rank 0 then has the memory of one whole state
+            state = strategy.gathered(train_step.state())
+        step, position = train_step.steps_done, (train_step.steps_done, progress.epoch)
+        if position == self._position or not ctx.is_main:
             return
         self.saved()
         self.finish_writing()
         if self._best is None:  # else the state would name a best epoch that is not on disk
-            self._saved = position
-            self._writer.put("step", step, self._state_copy.update(parts()), about)
+            self._position = position
+            fit.before_save()
+            files = fit.files(train_step.state() if state is None else state, states)
+            about = {"epoch": progress.epoch, "taken": progress.taken, "values": progress.values}
+            self._writer.put("step", step, self._state_copy.update(files), about)
+
+    def resume(self, fit: Resumable) -> None:
+        """Continue from the newest undamaged checkpoint, if there is one; all ranks call it.
+
+        Raises:
+            CheckpointError: all checkpoints are damaged, the newest one does not fit, or the disk
+                has too little space for new ones.
+        """
+        stored = self._latest()
+        self._check_space(*estimate_bytes(fit.train_step))
+        if self._ctx.is_main:
+            fit.callbacks.check_states()
+        if stored is not None:
+            fit.restore(stored, self._ctx)
 
     def finish_writing(self) -> None:
         """Wait until everything kept so far is written; the memory of a written state is free."""
@@ -376,7 +482,7 @@ class CheckpointManager(SaveTimes):
             return None
         return None if stored is None else stored.weights()
 
-    def check_space(self, weights: int, state: int) -> None:
+    def _check_space(self, weights: int, state: int) -> None:
         """Check before the first step that the checkpoints fit on the disk.
 
         Args:
@@ -402,7 +508,7 @@ class CheckpointManager(SaveTimes):
                 "checkpoint.enabled: false",
             )
 
-    def latest(self) -> StoredCheckpoint | None:
+    def _latest(self) -> StoredCheckpoint | None:
         """The newest undamaged checkpoint, the same on all ranks; None: there is none.
 
         Raises:
@@ -451,7 +557,7 @@ class CheckpointManager(SaveTimes):
         if kind == "best":
             self._best = self._best or self._writing
         else:
-            self._saved = (-1, -1)
+            self._position = (-1, -1)
 
 
 class AsyncCheckpointWriter:

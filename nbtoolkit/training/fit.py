@@ -7,23 +7,18 @@ import math
 import sys
 from collections.abc import Iterable
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.config.reads import mark_used
 from nbtoolkit.config.schema import ConfigLike, as_config
-from nbtoolkit.errors import CheckpointError, RunStopped
-from nbtoolkit.run.checkpoints.checkpoint_store import State, StoredCheckpoint
+from nbtoolkit.errors import RunStopped
 from nbtoolkit.run.paths import write_json
 from nbtoolkit.training.callbacks import Callbacks, FitState, StepProfiler
 from nbtoolkit.training.checkpoints import (
     CheckpointManager,
-    RandomState,
+    Resumable,
     TrainState,
     check_monitor,
-    estimate_bytes,
-    gather_random_states,
-    restore_random_state,
 )
 from nbtoolkit.training.data import Collate, take_apart
 from nbtoolkit.training.evaluation import (
@@ -234,6 +229,18 @@ class _Training:
         self._callbacks, self._epoch = callbacks, 0
         self._train_step, self._checkpoints = train_step, checkpoints
         self._state, self._logger = TrainState(ctx, config), MetricLogger(ctx)
+        self._resumable = Resumable(
+            train_step,
+            self._state,
+            callbacks,
+            {
+                "global_batch_size": ctx.plan.global_batch_size,
+                "steps_per_epoch": loader.steps,
+                "seed": ctx.seed,
+                "order": loader.order,
+            },
+            lambda: self._moment("on_save_checkpoint"),
+        )
         self._watch = Watch(ctx, checkpoints)
         self._window, self._clock = LossWindow(), StepClock(ctx, train_step.model)
         if config.tracking.record_samples and ctx.is_main:
@@ -244,30 +251,9 @@ class _Training:
 
     def resume(self) -> None:
         """Resume from the newest undamaged checkpoint of the run, if there is one."""
-        ctx, train_step, state = self._ctx, self._train_step, self._state
-        stored = self._checkpoints.latest()
-        self._checkpoints.check_space(*estimate_bytes(train_step))
-        if ctx.is_main:
-            self._callbacks.check_states()
-        if stored is not None:
-            self._restore(stored)
-        self._epoch = state.epoch
+        self._checkpoints.resume(self._resumable)
+        self._epoch = self._state.epoch
         self._moment("on_fit_start")
-
-    def _restore(self, stored: StoredCheckpoint) -> None:
-        ctx, train_step, state = self._ctx, self._train_step, self._state
-        saved = stored.read("training")
-        _check_same_samples(stored.folder, saved["sampling"], self._sampling())
-        train_step.restore({**saved, **stored.weights()}, source=str(stored.folder))
-        state.restore(saved["progress"])
-        self._callbacks.restore(saved.get("callbacks", {}))
-        if state.taken:
-            if len(saved["random_states"]) == ctx.world_size:
-                restore_random_state(saved["random_states"][ctx.rank], ctx.device)
-            else:
-                seed_rank(ctx.device, ctx.seed, "resumed", train_step.steps_done, ctx.rank)
-        within = f", {state.taken} steps into the next one" if state.taken else ""
-        ctx.print(f"fit: resumes after epoch {state.epoch}{within}")
 
     @property
     def done(self) -> bool:
@@ -336,12 +322,12 @@ class _Training:
             checkpoints.keep_best(best, train_step.steps_done, about)
         due = self.done or checkpoints.due_by_epochs(state.epoch)
         if due or strategy.agreed(checkpoints.due_by_time()):
-            self._save(None)
+            checkpoints.save(self._resumable, within_epoch=False)
         try:
             self._ctx.report(values, step=state.epoch)
         except RunStopped as stop:
             if stop.status != "pruned":
-                self._save(None)
+                checkpoints.save(self._resumable, within_epoch=False)
             raise
 
     def finish(self) -> dict[str, float]:
@@ -408,7 +394,7 @@ class _Training:
         """Within an epoch: save a due checkpoint, or stop."""
         decision = self._watch.decision(signal, self._train_step.steps_done)
         if decision.save:
-            self._save(gather_random_states(self._ctx.device, self._ctx.world_size))
+            self._checkpoints.save(self._resumable, within_epoch=True)
         if decision.status is not None:
             raise RunStopped(decision.status)
 
@@ -430,47 +416,6 @@ class _Training:
             grad_norm=None if train_step.grad_norm is None else float(train_step.grad_norm),
         )
 
-    def _save(self, random_states: list[RandomState] | None) -> None:
-        """Save what a resumed fit needs.
-
-        Args:
-            random_states: of all ranks, within an epoch; None at its end.
-        """
-        train_step, state = self._train_step, self._state
-        gathered: State | None = None
-        if train_step.strategy.gathers and self._config.checkpoint.enabled:
-            self._checkpoints.finish_writing()  # rank 0 then has the memory of one whole state
-            gathered = train_step.strategy.gathered(train_step.state())
-
-        def make_parts() -> dict[str, State]:
-            self._moment("on_save_checkpoint")
-            training = dict(train_step.state() if gathered is None else gathered)
-            model = training.pop("model")
-            training |= {
-                "progress": state.state(),
-                "random_states": random_states,
-                "sampling": self._sampling(),
-                "callbacks": self._callbacks.state(),
-            }
-            parts = {"model": model, "training": training}
-            if "loss_parameters" in training:
-                parts["loss_parameters"] = training.pop("loss_parameters")
-            if train_step.averages is not None and train_step.averages.active:
-                parts["averaged"] = train_step.averages.weights()
-            return parts
-
-        about = {"epoch": state.epoch, "taken": state.taken, "values": state.values}
-        self._checkpoints.save(make_parts, train_step.steps_done, about)
-
-    def _sampling(self) -> State:
-        """What must be equal for a position in an epoch to mean the same samples."""
-        return {
-            "global_batch_size": self._ctx.plan.global_batch_size,
-            "steps_per_epoch": self._loader.steps,
-            "seed": self._ctx.seed,
-            "order": self._loader.order,
-        }
-
     def _update_averages(self) -> None:
         """Complete the averages at an epoch's end, before validation."""
         averages = self._train_step.averages
@@ -482,19 +427,3 @@ class _Training:
             epoch = self._loader.batches(state.epoch + 1, limit=state.taken)
             batches = (batch for batch, micro_batch in epoch if micro_batch.samples)
             averages.update_batch_norm(batches, self._train_step.forward)
-
-
-def _check_same_samples(folder: Path, then: State, now: State) -> None:
-    changed = [
-        f"{name} {then[name] or 'a permutation'} then, {now[name] or 'a permutation'} now"
-        for name in now
-        if then[name] != now[name]
-    ]
-    if changed:
-        raise CheckpointError(
-            f"the checkpoint {folder} was made with other samples in its steps: "
-            + "; ".join(changed),
-            allowed="the same data set, seed, and samples in an optimizer step (with "
-            "train.batch_size_per_device: the same number of ranks and accumulation steps)",
-            do="launch as before, or with resume='never'",
-        )
