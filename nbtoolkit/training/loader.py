@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import replace
 from itertools import count, islice
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.data import Batch, Collate, Feed, Sample, make_source, noted, seed_sample
@@ -30,42 +30,6 @@ if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
     from nbtoolkit.training.data import ArraySource, SampleSource
     from nbtoolkit.worker.context import RunContext
-
-
-class TrainLoader(Protocol):
-    """One rank's micro-batches of the training set.
-
-    The global batch of an optimizer step is the same on any number of ranks, with any accumulation
-    and any number of workers; so are the random numbers of a sample.
-    """
-
-    order: str
-    """How the samples are drawn, if not by a permutation; a resumed run must do the same."""
-
-    @property
-    def steps(self) -> int | None:
-        """Optimizer steps of one epoch; None: a stream of unknown length."""
-
-    @property
-    def single(self) -> str:
-        """Which passes of an epoch have one sample; see :class:`Passes`."""
-
-    def batches(
-        self, epoch: int, *, skip: int = 0, limit: int | None = None
-    ) -> Iterator[tuple[Batch, MicroBatch]]:
-        """Yield this rank's batches of an epoch, on the device, and what each counts for.
-
-        Args:
-            epoch: from 1; seeds the order and the random numbers of the samples.
-            skip: optimizer steps at the epoch's beginning to leave out.
-            limit: maximum number of optimizer steps; None: to the epoch's end.
-        """
-
-    def sample_ids(self, epoch: int, step: int) -> list[int]:
-        """The samples of all ranks in optimizer step ``step`` (from 0) of ``epoch``, in order.
-
-        Positions in the data set, or in the stream. Of a stream: a step that was handed out.
-        """
 
 
 def make_train_loader(
@@ -160,7 +124,15 @@ def _make_passes(ctx: RunContext, config: Config, feed: Feed, size: int, smalles
 
 
 class MapTrainLoader:
-    """Loads a data set by index; samples that an epoch skips are not loaded."""
+    """One rank's micro-batches of a training set with an index.
+
+    The global batch of an optimizer step is the same on any number of ranks, with any accumulation
+    and any number of workers; so are the random numbers of a sample. Samples that an epoch skips
+    are not loaded.
+
+    Attributes:
+        order: how the samples are drawn, if not by a permutation; a resumed run must do the same.
+    """
 
     def __init__(
         self,
@@ -174,18 +146,24 @@ class MapTrainLoader:
 
     @property
     def steps(self) -> int:
-        """See :class:`TrainLoader`."""
+        """Optimizer steps of one epoch."""
         return self._passes.steps
 
     @property
     def single(self) -> str:
-        """See :class:`TrainLoader`."""
+        """Which passes of an epoch have one sample; see :class:`Passes`."""
         return self._passes.single
 
     def batches(
         self, epoch: int, *, skip: int = 0, limit: int | None = None
     ) -> Iterator[tuple[Batch, MicroBatch]]:
-        """See :class:`TrainLoader`."""
+        """Yield this rank's batches of an epoch, on the device, and what each counts for.
+
+        Args:
+            epoch: from 1; seeds the order and the random numbers of the samples.
+            skip: optimizer steps at the epoch's beginning to leave out.
+            limit: maximum number of optimizer steps; None: to the epoch's end.
+        """
         passes = self._passes
         first = passes.count_micro_batches(skip)
         last = None if limit is None else passes.count_micro_batches(skip + limit)
@@ -198,7 +176,7 @@ class MapTrainLoader:
         return self._log.record(epoch, skip, zip(batches, micro_batches, ids, strict=True))
 
     def sample_ids(self, epoch: int, step: int) -> list[int]:
-        """See :class:`TrainLoader`."""
+        """The samples of all ranks in optimizer step ``step`` (from 0) of ``epoch``, in order."""
         if step >= self.steps:
             return []
         batch_size = self._passes.batch
@@ -223,7 +201,7 @@ _END = object()
 
 
 class StreamTrainLoader:
-    """Loads a stream of samples, in its own order; see :class:`TrainLoader`.
+    """One rank's micro-batches of a stream of samples, in its own order.
 
     Each rank reads the whole stream and makes batches of its part of every global batch only. All
     ranks therefore see its end, and weight a smaller last step without a collective. The stream
@@ -271,18 +249,18 @@ class StreamTrainLoader:
 
     @property
     def steps(self) -> int | None:
-        """See :class:`TrainLoader`."""
+        """Optimizer steps of one epoch; None: the length of the stream is unknown."""
         return None if self._length is None else replace(self._passes, size=self._length).steps
 
     @property
     def single(self) -> str:
-        """See :class:`TrainLoader`; of a stream of unknown length not that of its last step."""
+        """See :attr:`MapTrainLoader.single`; of unknown length, not that of the last step."""
         return replace(self._passes, size=self._length or self._passes.batch).single
 
     def batches(
         self, epoch: int, *, skip: int = 0, limit: int | None = None
     ) -> Iterator[tuple[Batch, MicroBatch]]:
-        """See :class:`TrainLoader`.
+        """See :meth:`MapTrainLoader.batches`.
 
         Raises:
             FitError: the epoch has no step, or not as many samples as the stream's ``len()``.
@@ -294,7 +272,7 @@ class StreamTrainLoader:
         return ((batch, micro_batch) for batch, micro_batch, _ in batches)
 
     def sample_ids(self, epoch: int, step: int) -> list[int]:
-        """See :class:`TrainLoader`."""
+        """The positions in the stream of the samples of a step that was handed out."""
         start = step * self._passes.batch
         end = start + self._passes.batch
         return list(range(start, min(end, self._lengths.get(epoch, end))))
@@ -396,3 +374,7 @@ def stream_length(data: object) -> int | None:
         return len(cast("Sized", data))
     except (TypeError, NotImplementedError):
         return None
+
+
+TrainLoader: TypeAlias = MapTrainLoader | StreamTrainLoader
+"""One rank's micro-batches of a training set."""
