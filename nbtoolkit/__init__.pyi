@@ -46,11 +46,11 @@ from nbtoolkit.run.checkpoints.weights import load_model as load_model
 from nbtoolkit.search.sweep import sweep as sweep
 from nbtoolkit.search.sweep_result import SweepHandle as SweepHandle
 from nbtoolkit.search.sweep_result import SweepResult as SweepResult
-from nbtoolkit.training.all_rows import all_rows as all_rows
 from nbtoolkit.training.callbacks import Callback as Callback
 from nbtoolkit.training.callbacks import FitState as FitState
 from nbtoolkit.training.evaluation import predict as predict
-from nbtoolkit.training.loop import fit as fit
+from nbtoolkit.training.fit import fit as fit
+from nbtoolkit.training.losses import all_rows as all_rows
 from nbtoolkit.training.metrics import epoch_metric as epoch_metric
 from nbtoolkit.tuning.batch_size import BatchSize as BatchSize
 from nbtoolkit.tuning.batch_size import find_batch_size as find_batch_size
