@@ -7,9 +7,6 @@ from nbtoolkit.archive.pack import pack as pack
 from nbtoolkit.archive.unpack import UnpackResult as UnpackResult
 from nbtoolkit.archive.unpack import unpack as unpack
 from nbtoolkit.attach import attach as attach
-from nbtoolkit.competition import Blend as Blend
-from nbtoolkit.competition import blend as blend
-from nbtoolkit.competition import check_submission as check_submission
 from nbtoolkit.config.schema import Config as Config
 from nbtoolkit.config.schema import load_config as load_config
 from nbtoolkit.crossval.cross_validation import cross_validate as cross_validate
@@ -26,6 +23,9 @@ from nbtoolkit.environment.hardware import detect_hardware as detect_hardware
 from nbtoolkit.environment.launch_plan import LaunchPlan as LaunchPlan
 from nbtoolkit.environment.plan import make_plan as make_plan
 from nbtoolkit.errors import RunStopped as RunStopped
+from nbtoolkit.extras.competition.blend import Blend as Blend
+from nbtoolkit.extras.competition.blend import blend as blend
+from nbtoolkit.extras.competition.submission import check_submission as check_submission
 from nbtoolkit.folds.folds import Folds as Folds
 from nbtoolkit.folds.make_folds import make_folds as make_folds
 from nbtoolkit.host import Host as Host

@@ -39,7 +39,6 @@ LAYERS = (
     "study",
     "search",
     "crossval",
-    "competition",
     "attach",
     "notebooks",
     "kaggle",
