@@ -123,14 +123,16 @@ def test_drop_last_ends_before_the_uneven_step(
         assert len(kept.indices(drawn(kept, 1))) == even * batch // ranks
 
 
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 24), (2, 12), (3, 4), (4, 3), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "micro"), [(1, 24), (2, 12), (3, 4), (4, 3), (2, 2), (4, 2), (2, 1)]
+)
 def test_no_pass_has_a_single_sample_where_that_is_possible(ranks: int, micro: int) -> None:
     for size in range(1, 48):
         all_ranks = [
             Passes(size=size, batch=24, micro=micro, rank=rank, ranks=ranks, smallest=2)
             for rank in range(ranks)
         ]
-        single = size % 24 == 1 or (micro == 2 and size % 2 == 1)
+        single = micro == 1 or size % 24 == 1 or (micro == 2 and size % 2 == 1)
         walks = [steps(order, epoch=1) for order in all_ranks]
         assert bool(all_ranks[0].single) == single
         assert len({tuple(len(step) for step in walk) for walk in walks}) == 1
