@@ -20,7 +20,15 @@ def _public_names() -> dict[str, str]:
     with open(os.path.splitext(__file__)[0] + ".pyi", encoding="utf-8") as stub:
         # from MODULE import NAME as NAME
         words = [line.split() for line in stub if line.startswith("from ")]
-    return {line[-1]: line[1] for line in words}
+    return {line[-1]: line[1] for line in words if _is_here(line[1])}
+
+
+def _is_here(module: str) -> bool:
+    """Return False for a module of an extra whose folder has been deleted."""
+    _, *folders = module.split(".")
+    if folders[:1] != ["extras"]:
+        return True
+    return os.path.isdir(os.path.join(os.path.dirname(__file__), *folders[:2]))
 
 
 _HOME = _public_names()

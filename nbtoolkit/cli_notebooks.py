@@ -51,11 +51,9 @@ class NotebookOptions:
 @command
 def run(notebook: NotebookPath, options: NotebookOptions) -> None:
     """Run a notebook as a program. Print the values that it publishes, in the form of YAML."""
-    from nbtoolkit.notebooks.job import skip_slow_imports
     from nbtoolkit.notebooks.parameters import parameters_from_shell
     from nbtoolkit.notebooks.run import run_notebook
 
-    skip_slow_imports()
     start = partial(
         run_notebook,
         notebook,
@@ -100,10 +98,8 @@ def pipeline(
     html: Annotated[bool, typer.Option(help="Also write executed copies as HTML.")] = True,
 ) -> int:
     """Run the notebooks of a pipeline, skip completed steps, and print the published values."""
-    from nbtoolkit.notebooks.job import skip_slow_imports
-    from nbtoolkit.pipeline.runner import run_pipeline
+    from nbtoolkit.notebooks.pipeline import run_pipeline
 
-    skip_slow_imports()
     result = run_pipeline(
         file, overrides=override or [], folder=folder, again=again or [], html=html
     )
@@ -118,7 +114,7 @@ def lint(
     json: Annotated[bool, typer.Option("--json", help="Print the hazards as JSON.")] = False,
 ) -> int:
     """Report code in notebooks that would fail on other devices or with several ranks."""
-    from nbtoolkit.lint.linter import find_hazards, report
+    from nbtoolkit.notebooks.lint import find_hazards, report
 
     hazards = {path: find_hazards(path) for path in notebooks}
     print(report(hazards, as_json=json))

@@ -25,7 +25,7 @@ from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint, read_stat
 from nbtoolkit.run.checkpoints.weights import find_weights
 from nbtoolkit.run.events import EventReader, MetricsLogged, MetricsReported
 from nbtoolkit.run.paths import read_json
-from nbtoolkit.training.loading.sampler import read_samples
+from nbtoolkit.training.samples import read_samples
 from nbtoolkit.worker.metric_values import numbers_and_step
 from nbtoolkit.worker.random_numbers import read_draws
 

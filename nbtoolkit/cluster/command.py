@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import typer
-from pydantic import TypeAdapter
 
 from nbtoolkit.cli import ConfigOptions, command
-from nbtoolkit.cluster.recipes import KINDS, Shape
+from nbtoolkit.cluster.recipes import TEMPLATES
 from nbtoolkit.cluster.recipes import recipe as recipe_text
-from nbtoolkit.config.fields import Seconds
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class RecipeOptions:
         int | None, typer.Option(help="Ranks per machine; default: cluster.devices.")
     ] = None
     cpu: Annotated[bool, typer.Option("--cpu", help="The ranks use no GPU.")] = False
-    time: Annotated[str, typer.Option(help="Time limit, such as 12h.")] = ""
+    time: Annotated[str | None, typer.Option(help="Time limit, such as 12h.")] = None
     name: Annotated[str, typer.Option(help="Name of the job.")] = "train"
     image: Annotated[
         str, typer.Option(help="Container image, for Kubernetes. IMAGE is a placeholder.")
@@ -33,21 +31,26 @@ class RecipeOptions:
 
 @command
 def recipe(
-    kind: Annotated[str, typer.Argument(metavar="|".join(KINDS))],
+    kind: Annotated[str, typer.Argument(metavar="|".join(TEMPLATES))],
     config: ConfigOptions,
     options: RecipeOptions,
 ) -> None:
     """Print a script for bash, sbatch or kubectl that starts a training on several machines."""
-    settings = config.load()
-    shape = Shape(
-        nodes=options.nodes,
-        devices=options.devices,
-        gpu=False if options.cpu else None,
-        seconds=TypeAdapter(Seconds).validate_python(options.time) if options.time else None,
+    cluster = {
+        "cluster.nodes": options.nodes,
+        "cluster.devices": options.devices,
+        "cluster.gpu": False if options.cpu else None,
+        "cluster.time_limit": options.time,
+    }
+    given = {setting: value for setting, value in cluster.items() if value is not None}
+    words = [str(config.config)] if config.config is not None else []
+    words += [word for setting in config.override or [] for word in ("-o", setting)]
+    text = recipe_text(
+        kind,
+        config.load().with_overrides(given),
+        words,
         name=options.name,
         image=options.image,
         port=options.port,
     )
-    words = [str(config.config)] if config.config is not None else []
-    words += [word for setting in config.override or [] for word in ("-o", setting)]
-    print(recipe_text(kind, settings, shape, words), end="")
+    print(text, end="")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.cluster.recipes import Shape, devices_of
+from nbtoolkit.cluster.recipes import devices_per_node
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import LaunchError, MissingExtra
 from nbtoolkit.launcher.remote import load_call
@@ -39,7 +39,7 @@ class Ray:
     def check(self, config: Config, *, search: bool) -> int | None:
         """Check the package, the cluster, and the shape of the job."""
         if not search:
-            devices_of(config, Shape())
+            devices_per_node(config)
         _connect(config.cluster.address)
         return None
 
@@ -54,8 +54,8 @@ class Ray:
             lifetime="detached",
             num_cpus=0,
             max_restarts=config.cluster.restarts,
-            # Ray counts its attempts to reach an actor on a lost node, until it knows of the loss, as
-            # retries; max_restarts bounds how often a driver that dies starts again.
+            # Ray counts its attempts to reach an actor on a lost node, until it knows of the loss,
+            # as retries; max_restarts bounds how often a driver that dies starts again.
             max_task_retries=-1,
             # Trials report while the search runs.
             max_concurrency=1000,
@@ -179,7 +179,7 @@ class RunDriver:
         from ray.train.torch import TorchTrainer
 
         config = run_config(paths)
-        cluster, ranks = config.cluster, config.cluster.nodes * devices_of(config, Shape())
+        cluster, ranks = config.cluster, config.cluster.nodes * devices_per_node(config)
         each = {"CPU": cluster.cpus_per_device or 1, **({"GPU": 1} if cluster.gpu else {})}
         self._text = f"{ranks} ranks"
         for turn in range(cluster.restarts + 1):

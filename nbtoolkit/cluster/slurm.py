@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from nbtoolkit.cluster.job import EARLY_FILE
-from nbtoolkit.cluster.recipes import Shape, devices_of, slurm_script
+from nbtoolkit.cluster.recipes import devices_per_node, slurm_script
 from nbtoolkit.environment.variables import without_stale
 from nbtoolkit.errors import LaunchError, PlanError
 from nbtoolkit.run.paths import write_whole
@@ -40,36 +40,39 @@ class Slurm:
                 allowed="a login node of a cluster, or another machine with Slurm's commands",
                 do='call it there, or leave where="slurm" out',
             )
-        devices = _devices(config, search)
-        slurm_script(config, Shape(devices=devices), "", "", alone=True, early="")
+        config = _for_search(config) if search else config
+        # It refuses options that sbatch could not read.
+        slurm_script(config, name="", tasks=1, command="", ended_early="")
         if search and config.cluster.nodes > 1:
             raise PlanError(
                 f"a search with cluster.nodes: {config.cluster.nodes}: its trials share one node",
                 allowed='cluster.nodes: 1; where="ray" spreads trials over machines',
                 do="set cluster.nodes: 1, and cluster.devices to the devices of a node",
             )
-        return devices if config.cluster.nodes == 1 else None
+        return devices_per_node(config) if config.cluster.nodes == 1 else None
 
     def submit(self, paths: RunPaths, config: Config, *, search: bool) -> Mapping[str, object]:
         """Write the script into the run's folder, and submit it."""
-        devices, nodes = _devices(config, search), config.cluster.nodes
-        alone = nodes == 1
+        config = _for_search(config) if search else config
+        alone = config.cluster.nodes == 1
+        devices = devices_per_node(config)
         # Slurm replaces %t by the task's number.
         folder = str(paths.folder).replace("%", "%%")
         outputs = [f"--output={folder}/{name}" for name in ("remote/log.txt", "ranks/%t/log.txt")]
-        for rank in range(0 if alone else devices * nodes):
+        for rank in range(0 if alone else devices * config.cluster.nodes):
             paths.log(rank).parent.mkdir(parents=True, exist_ok=True)
-        srun = [outputs[0 if alone else 1], "--open-mode=append"]
+        command = ["--kill-on-bad-exit=1", outputs[0 if alone else 1], "--open-mode=append"]
         if config.cluster.container:
-            srun.append(f"--container-image={config.cluster.container}")
-        shape = Shape(devices=devices, name=paths.run_id)
+            command.append(f"--container-image={config.cluster.container}")
+        call = f"-m nbtoolkit.cluster.job {shlex.quote(str(paths.folder))}"
+        early = shlex.quote(str(paths.folder / EARLY_FILE))
         script = slurm_script(
-            _for_search(config) if search else config,
-            shape,
-            f"{_python(config)} -m nbtoolkit.cluster.job {shlex.quote(str(paths.folder))}",
-            shlex.join(srun),
-            alone=alone,
-            early=str(paths.folder / EARLY_FILE),
+            config,
+            name=paths.run_id,
+            tasks=1 if alone else devices,
+            command=f"{shlex.join(command)} {_python(config)} {call}",
+            ended_early=f"-e {early}",
+            setup=f"rm -f {early}",
         )
         file = paths.remote.with_name("job.sh")
         write_whole(file, script)
@@ -106,10 +109,6 @@ def _phase(word: str) -> Phase:
     if word in _WAITING:
         return "waiting"
     return "running" if word in _RUNNING else "ended"
-
-
-def _devices(config: Config, search: bool) -> int:
-    return devices_of(_for_search(config) if search else config, Shape())
 
 
 def _for_search(config: Config) -> Config:

@@ -18,10 +18,12 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 EXTRAS = {
+    "competition": "nbtoolkit.extras.competition",
     "metric_learning": "nbtoolkit.extras.metric_learning",
     "wandb": "nbtoolkit.extras.wandb",
 }
-"""The folders that may be deleted. The core names them only here."""
+"""The folders that may be deleted. The core names them only here, and ``__init__.pyi`` has their
+public names."""
 
 # scikit-learn sets these on import. A kernel that imports it between two launches keeps its
 # environment.

@@ -34,7 +34,7 @@ from nbtoolkit.integrations.support import (
     requires,
 )
 from nbtoolkit.integrations.support import last_checkpoint as last_checkpoint
-from nbtoolkit.training.train_state import gather_random_states, restore_random_state
+from nbtoolkit.training.checkpoints import gather_random_states, restore_random_state
 from nbtoolkit.worker.context import RunContext
 from nbtoolkit.worker.watch import Watch
 

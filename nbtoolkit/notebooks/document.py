@@ -7,11 +7,10 @@ import contextlib
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from nbtoolkit.errors import NotebookError
 from nbtoolkit.notebooks.parameters import Parameter, read_parameters
@@ -38,8 +37,9 @@ def read_notebook(path: Path) -> NotebookNode:
         NotebookError: the file is missing or is not a notebook.
     """
     notebook = read_as_saved(path)
-    for cell in _code_cells(notebook):
-        cell.outputs, cell.execution_count = [], None
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
     return notebook
 
 
@@ -54,7 +54,8 @@ def read_as_saved(path: Path) -> NotebookNode:
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, getattr(error, "strerror", None) or str(error)) from error
     notebook = _parse(text, path)
-    notebook.cells = [cell for cell in notebook.cells if not tags(cell) & {INJECTED, FAILURE}]
+    added = {INJECTED, SENTINEL, FAILURE}
+    notebook.cells = [cell for cell in notebook.cells if not tags(cell) & added]
     return notebook
 
 
@@ -93,20 +94,15 @@ def declared_parameters(notebook: NotebookNode, name: str) -> dict[str, Paramete
         NotebookError: two cells have the tag.
         SyntaxError: the cell is not Python; :func:`refuse_syntax_errors` gives a better message.
     """
-    tagged = [(n, cell.source) for n, cell in numbered(notebook) if "parameters" in tags(cell)]
-    return _declared_in(tagged, name)
-
-
-def _declared_in(tagged: Sequence[tuple[int, str]], name: str) -> dict[str, Parameter]:
-    """Read the parameters from the number and source of each tagged cell."""
+    tagged = {n: cell.source for n, cell in numbered(notebook) if "parameters" in tags(cell)}
     if len(tagged) > 1:
-        numbers = " and ".join(str(number) for number, _ in tagged)
+        numbers = " and ".join(map(str, tagged))
         raise NotebookError(
             f"{name} has {len(tagged)} cells tagged 'parameters': code cells {numbers}",
             allowed="one such cell, near the top",
             do="remove the tag from the others (in JupyterLab: the gear at the right, Cell Tags)",
         )
-    return read_parameters(as_python(tagged[0][1])) if tagged else {}
+    return read_parameters(as_python("\n".join(tagged.values())))
 
 
 def numbered(notebook: NotebookNode) -> Iterator[tuple[int, NotebookNode]]:
@@ -133,9 +129,8 @@ def refuse_syntax_errors(notebook: NotebookNode, name: str) -> None:
                 warnings.simplefilter("ignore")  # invalid escapes such as "\d" are allowed
                 compile(as_python(cell.source), "cell", "exec", _TOP_LEVEL_AWAIT)
         except (SyntaxError, ValueError) as error:
-            line = (getattr(error, "text", None) or "").strip()
             raise NotebookError(
-                f"{name}: code cell {number} is not Python: {_message(error)}: {line!r}",
+                f"{name}: code cell {number} is not Python: {_message(error)}",
                 do="correct the cell; no cell has run",
             ) from error
 
@@ -154,7 +149,7 @@ def as_python(source: str) -> str:
 
 def _message(error: SyntaxError | ValueError) -> str:
     if isinstance(error, SyntaxError):
-        return f"{error.msg} in its line {error.lineno}"
+        return f"{error.msg} in its line {error.lineno}: {(error.text or '').strip()!r}"
     return str(error)
 
 
@@ -216,55 +211,6 @@ def executed_copy(notebook: NotebookNode, failure: str = "") -> str:
         return str(nbformat.writes(shown, version=4)) + "\n"
 
 
-def _code_cells(notebook: NotebookNode) -> list[NotebookNode]:
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
 def tags(cell: NotebookNode) -> set[str]:
     """Return a cell's tags."""
     return set(cell.metadata.get("tags", ()))
-
-
-@dataclass(frozen=True)
-class NotebookSummary:
-    """The part of a notebook that decides what a run computes."""
-
-    code: tuple[str, ...]
-    """Source of the code cells."""
-    declared: Mapping[str, Parameter]
-    """The parameters, by name."""
-
-
-def summarise(path: Path) -> NotebookSummary:
-    """Read a notebook's code and parameters, without nbformat if possible.
-
-    nbformat takes up to 1.5 s to load; only notebooks of an old version and damaged files need it.
-
-    Raises:
-        NotebookError: the file is missing or is not a notebook, two cells are tagged
-            ``parameters``, or a cell is not Python.
-    """
-    try:
-        cells = _plain_cells(json.loads(path.read_text(encoding="utf-8"))["cells"])
-        tagged = [(n, code) for n, (code, tags) in enumerate(cells, 1) if "parameters" in tags]
-        return NotebookSummary(tuple(code for code, _ in cells), _declared_in(tagged, path.name))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SyntaxError):
-        notebook = read_notebook(path)
-        refuse_syntax_errors(notebook, path.name)
-        code = tuple(cell.source for cell in _code_cells(notebook))
-        return NotebookSummary(code, declared_parameters(notebook, path.name))
-
-
-class _PlainCell(TypedDict):
-    """A cell of a notebook of version 4, in its JSON."""
-
-    cell_type: str
-    source: str | list[str]
-    metadata: dict[str, list[str]]
-
-
-def _plain_cells(cells: Sequence[_PlainCell]) -> list[tuple[str, list[str]]]:
-    """Return source and tags of each code cell, without the injected one."""
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    pairs = [("".join(cell["source"]), cell["metadata"].get("tags", [])) for cell in code]
-    return [(source, tags) for source, tags in pairs if INJECTED not in tags]

@@ -1,41 +1,186 @@
-"""Run a notebook's cells through papermill, with a client that watches the kernel.
+"""Extend papermill's engine by what none of its arguments gives.
+
+Papermill runs the cells. Its client has no limit for output, so that a flood fills the memory of
+this process and the executed copy. It sends the next cell to a kernel that is ending after
+``exit()``. It marks a cell in which the kernel died as completed, and does not tell the kernel's
+exit code. And it writes the executed copy in place, so that a reader, or a kill, finds half of it.
 
 Import this module only to run a notebook: papermill takes half a second to load.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import logging
-import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypedDict
+import contextlib
+import os
+import re
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypedDict
 
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
-from traitlets.config import Config
 
-from nbtoolkit.launcher.failures import describe
-from nbtoolkit.notebooks.execution import Execution
+from nbtoolkit.host import memory_limit
+from nbtoolkit.notebooks.document import executed_copy, is_own_code
 from nbtoolkit.notebooks.handle import FailureKind
+from nbtoolkit.run.paths import write_whole
+from nbtoolkit.text_table import gib
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
     from papermill.engines import NotebookExecutionManager
 
+    from nbtoolkit.notebooks.job import NotebookJob
+
 ENGINE = "nbtoolkit"
 
-# Seconds to wait for the rest of a cell's output; after that it counts as lost. The output of a
-# loop that prints takes some seconds to arrive.
-_LOST_OUTPUT_SECONDS = 60.0
+# Seconds between two saves while one cell keeps writing output.
+_SAVE_SECONDS = 10.0
 
-# Seconds for a live kernel to answer; a dead one is noticed at once. ipykernel takes 1 s to start,
-# and a minute from a cold disk beside other work. A notebook with a shorter time limit waits less.
-_START_SECONDS, _LEAST_START_SECONDS = 600.0, 60.0
+# Seconds between two updates of the line of a cell.
+_PROGRESS_SECONDS = 0.2
 
-_EXITED = "ended its kernel with exit() or quit()"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class CellProgress:
+    """Writes a line per cell to the process that waits; updates it while the cell runs.
+
+    Args:
+        descriptor: a pipe to that process; None: nobody waits.
+        cells: number of cells.
+        width: columns of the terminal; 0 writes finished cells only.
+    """
+
+    def __init__(self, descriptor: int | None, cells: int, width: int) -> None:
+        self._pipe = None if descriptor is None else os.fdopen(descriptor, "w", encoding="utf-8")
+        self._cells, self._width = cells, width
+        self._label = ""
+        self._started_at = self._written_at = 0.0
+
+    def start(self, number: int, source: str) -> None:
+        """Begin the line of a cell; it shows the first statement that is not an import."""
+        lines = [line.strip() for line in source.splitlines() if line.strip()]
+        statements = [line for line in lines if not line.startswith(("#", "import ", "from "))]
+        shown = (statements or lines or [""])[0]
+        self._label = f"[{number}/{self._cells}] {shown[:60]}"
+        self._started_at = time.monotonic()
+        self._update("")
+
+    def output(self, text: str) -> None:
+        """Show the last line of the running cell's output."""
+        if time.monotonic() - self._written_at >= _PROGRESS_SECONDS and text.strip():
+            self._update(text.strip().splitlines()[-1])
+
+    def end(self, outcome: str) -> None:
+        """Complete the line; ``outcome`` says how the cell failed, if it did."""
+        line = f"{self._line(outcome)}\n"
+        self._write(f"\r\x1b[K{line}" if self._width else line)
+
+    def _update(self, text: str) -> None:
+        if self._width:
+            self._write(f"\r\x1b[K{self._line(text)[: self._width - 1]}")
+
+    def _line(self, text: str) -> str:
+        line = f"{self._label}  {time.monotonic() - self._started_at:.1f} s"
+        return f"{line}  {text}" if text else line
+
+    def _write(self, text: str) -> None:
+        self._written_at = time.monotonic()
+        if self._pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # the parent has ended: a signal comes
+                self._pipe.write(text)
+                self._pipe.flush()
+
+
+@dataclass(frozen=True)
+class CellFailure:
+    """The failure that ended a run."""
+
+    kind: FailureKind
+    cell: int
+    """Number of the code cell, from 1; 0: the run failed before the first cell."""
+    what: str
+    """A sentence without a subject: ``raised ValueError: no luck``."""
+    traceback: str = ""
+    """Without colour codes; empty unless a cell raised."""
+
+
+@dataclass(kw_only=True)
+class Execution:
+    """A running notebook: its limits, and its state so far."""
+
+    job: NotebookJob
+    """Its time for the whole notebook counts from the creation of this object."""
+    progress: CellProgress
+    notebook: NotebookNode
+    """The notebook; once the kernel has started, papermill's copy with the outputs so far."""
+    started: bool = False
+    """Whether the kernel has started: a cell has begun."""
+    number: int = 0
+    """The running cell's number; the injected cell has the number of the cell before it."""
+    failure: CellFailure | None = None
+    started_at: float = field(default_factory=time.monotonic)
+    _size: int = 0
+    _omitted: int = 0
+    _saved_at: float = 0.0
+
+    def time_left(self, _: NotebookNode | None = None) -> float | None:
+        """Seconds that the cell which starts now may take; None: no limit. Never 0: no limit."""
+        left = [] if self.job.cell_timeout is None else [self.job.cell_timeout]
+        if self.job.timeout is not None:
+            left.append(self.started_at + self.job.timeout - time.monotonic())
+        return max(0.01, min(left)) if left else None
+
+    def fail(self, kind: FailureKind, what: str) -> None:
+        """Record a failure of the running cell; only the first one counts."""
+        self.failure = self.failure or CellFailure(kind, self.number, what)
+
+    def start_cell(self, cell: NotebookNode, notebook: NotebookNode) -> None:
+        """Record that a cell starts."""
+        self.started, self.notebook = True, notebook
+        self.clear_output()
+        if is_own_code(cell):
+            self.number += 1
+            self.progress.start(self.number, cell.source)
+
+    def end_cell(self, cell: NotebookNode) -> None:
+        """Record that a cell has ended, successfully or not, and save the executed copy."""
+        if self._omitted:
+            from nbformat.v4 import new_output
+
+            text = f"\n... {self._omitted:,} characters more: {self.job.files.log}\n"
+            cell.outputs.append(new_output("stream", name="stderr", text=text))
+        if is_own_code(cell):
+            self.progress.end(self.failure.kind if self.failure else "")
+        self.save()
+
+    def write_output(self, text: str) -> str:
+        """Log text that the running cell writes; return the part that the notebook keeps."""
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        self.progress.output(text)
+        return text[: self.count_output(len(text))]
+
+    def count_output(self, size: int) -> int:
+        """Count an output of ``size`` characters; return how many of them the notebook keeps."""
+        kept = max(0, min(size, self.job.max_output - self._size))
+        self._size += size
+        self._omitted += size - kept
+        return kept
+
+    def clear_output(self) -> None:
+        """Forget the running cell's output so far: the cell called ``clear_output``."""
+        self._size = self._omitted = 0
+
+    def save(self, every: float = 0.0) -> None:
+        """Write the executed copy with the outputs so far, if the last time is long enough ago."""
+        if time.monotonic() - self._saved_at >= every:
+            write_whole(self.job.files.copy, executed_copy(self.notebook), durable=False)
+            self._saved_at = time.monotonic()
 
 
 class MessageContent(TypedDict, total=False):
@@ -60,7 +205,7 @@ class JupyterMessage(TypedDict):
 
 
 class Client(PapermillNotebookClient):
-    """Run the cells; record the first failure and the memory, and limit the output that is kept."""
+    """Papermill's client, which also limits output, notices ``exit()`` and describes a failure."""
 
     def __init__(
         self, manager: NotebookExecutionManager, execution: Execution, **options: object
@@ -69,104 +214,89 @@ class Client(PapermillNotebookClient):
         self._execution = execution
         self._exit_requested = False
 
-    def execute(self, **kwargs: object) -> NotebookNode:
-        """Start the kernel with its own environment, and run all cells in it."""
-        run = self._execution
-        # Output that bypasses the notebook, of native code and of ipykernel, goes to the log too.
-        pipes = {"stdout": run.log.fileno(), "stderr": run.log.fileno()}
-        # Older kernels (6.17 on Kaggle) print three lines about their debugger from Python 3.11 on.
-        environ = {"PYDEVD_DISABLE_FILE_VALIDATION": "1", **run.environ}
-        notebook: NotebookNode = super().execute(env=environ, cwd=str(run.cwd), **pipes, **kwargs)
-        return notebook
+    def execute_cell(self, cell: NotebookNode, cell_index: int, **options: object) -> None:
+        """Run one cell.
 
-    def papermill_execute_cells(self) -> None:
-        """Run the cells in order, up to the first that fails."""
-        for index, cell in enumerate(self.nb.cells):
-            self.nb_man.cell_start(cell, index)
-            self._execution.start_cell(cell)
-            try:
-                self.execute_cell(cell, index)
-                if self._exit_requested:
-                    self._fail(cell, index, "exit", _EXITED)
-            except CellExecutionError as error:
-                self._fail_with(cell, index, error)
-            except CellTimeoutError:
-                self._fail(cell, index, "timeout", self._execution.describe_timeout())
-            except DeadKernelError:
-                self._fail(cell, index, "death", self._describe_death())
-            finally:
-                self.nb_man.cell_complete(cell, cell_index=index)
-                self._execution.finish_cell(cell, self.nb)
-            if self._execution.failure:
-                return
-
-    def wait_for_reply(self, *args: object, **kwargs: object) -> dict[str, Any] | None:
-        """Return the kernel's reply; after a failure, the part of one that papermill reads."""
-        if self._execution.failure:
-            return {"content": {"language_info": {"name": "python"}}}
-        reply: dict[str, Any] | None = super().wait_for_reply(*args, **kwargs)
-        return reply
+        Raises:
+            CellExecutionError: the cell raised an exception; papermill runs no further cell.
+            CellTimeoutError: a time limit was exceeded.
+            DeadKernelError: the kernel died, or ends because the cell called ``exit()``.
+        """
+        self._execution.start_cell(cell, self.nb)
+        try:
+            super().execute_cell(cell, cell_index, **options)
+            if self._exit_requested:
+                raise DeadKernelError("exit() or quit()")
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            self._execution.failure = self._describe(error)
+            self.nb_man.cell_exception(cell, cell_index=cell_index)
+            # A kernel that hangs would not react to a request to shut down.
+            self.shutdown_kernel = "immediate"
+            raise
+        finally:
+            self._execution.end_cell(cell)
 
     def process_message(
         self, msg: JupyterMessage, *args: object, **kwargs: object
     ) -> NotebookNode | None:
         """Process one message of the running cell; drop output beyond the limit."""
-        kind, body = msg["msg_type"], msg["content"]
+        kind, body, execution = msg["msg_type"], msg["content"], self._execution
         if kind == "stream":
-            kept = self._execution.write_output(body["text"])
-            if not kept:
+            body["text"] = execution.write_output(body["text"])
+            if not body["text"]:
                 return None
-            body["text"] = kept
         elif kind in ("display_data", "execute_result"):
             size = sum(len(str(shown)) for shown in body["data"].values())
-            if self._execution.count_output(size) < size:
+            if execution.count_output(size) < size:
                 return None
         elif kind == "clear_output":
-            self._execution.clear_output()
-        self._measure_memory()
-        self._execution.save_if_due(self.nb)
+            execution.clear_output()
+        execution.save(every=_SAVE_SECONDS)
         output: NotebookNode | None = super().process_message(msg, *args, **kwargs)
         return output
 
     async def _async_poll_for_reply(self, *args: object, **kwargs: object) -> JupyterMessage:
+        # nbclient 0.7 has a hook with the reply; Kaggle's image has 0.5.13.
         reply: JupyterMessage = await super()._async_poll_for_reply(*args, **kwargs)
         payload = reply["content"].get("payload") or []
         self._exit_requested |= any(part.get("source") == "ask_exit" for part in payload)
         return reply
 
-    async def _async_check_alive(self) -> None:
-        self._measure_memory()
-        await super()._async_check_alive()
-
-    def _measure_memory(self) -> None:
-        process = getattr(self.km.provisioner, "process", None)
-        if process is not None:
-            self._execution.memory.measure(process.pid)
-
-    def _fail_with(self, cell: NotebookNode, index: int, error: CellExecutionError) -> None:
+    def _describe(self, error: Exception) -> CellFailure:
+        kind: FailureKind = "error"
         name, text = getattr(error, "ename", "an error"), getattr(error, "evalue", "")
-        if name == "SystemExit":
-            self._fail(cell, index, "exit", f"ended the notebook with sys.exit({text})")
-        else:
-            self._fail(cell, index, "error", f"raised {name}: {text}", str(error.traceback))
-
-    def _fail(
-        self, cell: NotebookNode, index: int, kind: FailureKind, what: str, traceback: str = ""
-    ) -> None:
-        self._execution.fail(kind, what, traceback)
-        self.nb_man.cell_exception(cell, cell_index=index)
-        # A kernel that hangs would not react to a request to shut down.
-        self.shutdown_kernel = "immediate"
+        what, traceback = f"raised {name}: {text}", str(getattr(error, "traceback", ""))
+        if isinstance(error, CellTimeoutError):
+            kind, what = "timeout", self._describe_timeout()
+        elif self._exit_requested:
+            kind, what = "exit", "ended its kernel with exit() or quit()"
+        elif isinstance(error, DeadKernelError):
+            kind, what = "death", f"lost its kernel: {self._describe_death()}"
+        elif name == "SystemExit":
+            kind, what = "exit", f"ended the notebook with sys.exit({text})"
+        if kind != "error":
+            traceback = ""
+        plain = _COLOURS.sub("", traceback)
+        return CellFailure(kind, self._execution.number, what, plain)
 
     def _describe_death(self) -> str:
+        from nbtoolkit.launcher.failures import describe  # 0.25 s
+
         process = getattr(self.km.provisioner, "process", None)
         code = None if process is None else process.poll()
-        what = _EXITED if code == 0 else f"lost its kernel: {describe(code)}"
-        return f"{what}; {self._execution.memory}"
+        # The kernel is the only child that this process has waited for.
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        return f"{describe(code)}; it used at most {gib(peak)} of {gib(memory_limit())}"
+
+    def _describe_timeout(self) -> str:
+        job, started_at = self._execution.job, self._execution.started_at
+        if job.timeout is not None and time.monotonic() - started_at >= job.timeout:
+            return f"was still running after the {job.timeout:g} s that the notebook may take"
+        return f"took longer than the {job.cell_timeout:g} s that a cell may"
 
 
 class Engine(NBClientEngine):
-    """Papermill's engine that uses :class:`Client`."""
+    """Papermill's engine with :class:`Client`."""
 
     @classmethod
     def execute_managed_notebook(
@@ -175,60 +305,13 @@ class Engine(NBClientEngine):
         kernel_name: str,
         *,
         execution: Execution,
+        client_options: dict[str, object],
         **_: object,
     ) -> NotebookNode:
         """Run a notebook's cells (called by papermill)."""
-        start = max(_LEAST_START_SECONDS, execution.limits.timeout or _START_SECONDS)
-        connection = execution.folder / "kernel"
-        kernel = {
-            "transport": "ipc",
-            "connection_file": f"{connection}.json",
-            "ip": str(connection),
-        }
-        return Client(
-            nb_man,
-            execution,
-            kernel_name=kernel_name,
-            startup_timeout=int(min(start, _START_SECONDS)),
-            timeout_func=lambda cell: execution.time_left(),
-            iopub_timeout=int(_LOST_OUTPUT_SECONDS),
-            raise_on_iopub_timeout=False,
-            config=Config({"KernelManager": kernel}),
-            log=_silent_log(),
-        ).execute()
-
-
-def _silent_log() -> logging.Logger:
-    """Return a log without output: the errors that are raised say more than nbclient's log."""
-    log = logging.Logger("nbtoolkit.notebooks", logging.CRITICAL + 1)
-    log.addHandler(logging.NullHandler())
-    return log
+        client = Client(nb_man, execution, kernel_name=kernel_name, **client_options)
+        notebook: NotebookNode = client.execute()
+        return notebook
 
 
 papermill_engines.register(ENGINE, Engine)
-
-
-def run_with_own_loop(function: Callable[[], None]) -> None:
-    """Call ``function``; close the event loop that nbclient leaves in a thread.
-
-    nbclient keeps a loop (three open files) for each thread that ever ran a notebook, in a context
-    variable. In a copy of the context, that loop stays invisible to other code. The main thread
-    keeps its loop. A thread with a running loop, as in a kernel, is left alone: nbclient uses
-    another loop there, which stays.
-    """
-    if threading.current_thread() is threading.main_thread() or _has_running_loop():
-        function()
-        return
-    try:
-        contextvars.copy_context().run(function)
-    finally:
-        asyncio.get_event_loop().close()
-        asyncio.set_event_loop(None)
-
-
-def _has_running_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

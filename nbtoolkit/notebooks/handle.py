@@ -17,13 +17,12 @@ from nbtoolkit.config.yaml_source import dump
 from nbtoolkit.environment.deadline import span
 from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import (
-    NbtoolkitError,
     NotebookDied,
     NotebookError,
     NotebookFailed,
     NotebookTimeout,
 )
-from nbtoolkit.run.paths import announced_runs, read_json, write_whole
+from nbtoolkit.run.paths import announced_runs, read_json
 from nbtoolkit.text_table import html_table
 
 _LOCK_TRIES = 3
@@ -85,7 +84,7 @@ class NotebookFiles:
             self.copy.parent.mkdir(parents=True, exist_ok=True)
             log = open(self.log, "a", encoding="utf-8")  # noqa: SIM115 - open during the run
         except OSError as error:
-            raise not_written(self.copy, error, NotebookError) from error
+            raise not_written(self.copy, error) from error
         if not _lock(log):
             log.close()
             raise NotebookError(
@@ -97,14 +96,6 @@ class NotebookFiles:
         for old in (self.copy, self.html, self.record, self.runs):
             old.unlink(missing_ok=True)
         return log
-
-    def write_html(self, notebook: str) -> None:
-        """Write the page of an executed notebook, given as its JSON text."""
-        import nbformat
-        from nbconvert.exporters.html import HTMLExporter
-
-        page, _ = HTMLExporter().from_notebook_node(nbformat.reads(notebook, as_version=4))
-        write_whole(self.html, page, durable=False)
 
 
 def _lock(log: TextIO) -> bool:
@@ -119,9 +110,9 @@ def _lock(log: TextIO) -> bool:
     return False
 
 
-def not_written(copy: Path, error: OSError, kind: type[NbtoolkitError]) -> NbtoolkitError:
-    """Return an error of this kind for an OSError that occurred while writing a run's files."""
-    return kind(
+def not_written(copy: Path, error: OSError) -> NotebookError:
+    """Return the error for an OSError that occurred while writing a run's files."""
+    return NotebookError(
         f"the executed copy {copy} cannot be written: {error.strerror or error}",
         allowed="a folder on a disk with free space that you may write to",
         do='free some space, or choose another output: output="...", or --output in a shell',
@@ -139,7 +130,9 @@ def files_for(notebook: Path, output: str | os.PathLike[str] | None) -> Notebook
         NotebookError: ``output`` does not end in ``.ipynb``, or is the notebook itself.
     """
     if output is None:
-        return NotebookFiles(Path("outputs").absolute() / fresh_name(notebook.stem))
+        stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
+        name = f"{stamp}-{notebook.stem}-{secrets.token_hex(2)}.ipynb"
+        return NotebookFiles(Path("outputs").absolute() / name)
     path = Path(output).expanduser().absolute()
     if path.suffix != ".ipynb":
         raise NotebookError(
@@ -156,34 +149,27 @@ def files_for(notebook: Path, output: str | os.PathLike[str] | None) -> Notebook
     return NotebookFiles(path)
 
 
-def fresh_name(name: str) -> str:
-    """Return a new name for an executed copy: ``<UTC time>-<name>-<4 hex>.ipynb``."""
-    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%S")
-    return f"{stamp}-{name}-{secrets.token_hex(2)}.ipynb"
-
-
 class RunningRecord(TypedDict):
-    """The record of a notebook that runs in the background."""
+    """The record of a notebook that runs."""
 
     status: Literal["running"]
     pid: int
     """The process that :meth:`NotebookHandle.stop` interrupts."""
 
 
-FailureKind = Literal["error", "exit", "death", "timeout", "kernel", "interrupt"]
-"""``kernel``: the kernel did not start."""
+FailureKind = Literal["error", "exit", "death", "timeout", "kernel", "disk", "interrupt"]
+"""``kernel``: the kernel did not start. ``disk``: the executed copy could not be written."""
 
 
-class CellFailure(TypedDict):
-    """The failure that ended a run."""
+class FailureRecord(TypedDict):
+    """Why a run failed: the parts of the error to raise."""
 
+    kind: FailureKind
     cell: int
     """Number of the code cell, from 1; 0: the run failed before the first cell."""
-    kind: FailureKind
     what: str
-    """A sentence without a subject: ``raised ValueError: no luck``."""
-    traceback: str
-    """Without colour codes; empty unless a cell raised."""
+    allowed: str
+    do: str
 
 
 class NotebookRecord(TypedDict):
@@ -196,9 +182,7 @@ class NotebookRecord(TypedDict):
     values: dict[str, Any]
     html: bool
     seconds: float
-    failure: CellFailure | None
-    error: dict[str, str] | None
-    """The parts of the error to raise: what, allowed, do."""
+    failure: FailureRecord | None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -257,9 +241,9 @@ def result_of(files: NotebookFiles, record: NotebookRecord) -> NotebookResult:
     Raises:
         NotebookFailed: the run failed; or one of its subclasses, as ``nb.run_notebook`` says.
     """
-    failure = record["failure"]
-    if failure and record["error"]:
-        error = _ERRORS.get(failure["kind"], NotebookFailed)(**record["error"])
+    if failure := record["failure"]:
+        kind = _ERRORS.get(failure["kind"], NotebookFailed)
+        error = kind(failure["what"], allowed=failure["allowed"], do=failure["do"])
         error.cell, error.output = failure["cell"], files.copy
         raise error
     return NotebookResult(
@@ -375,6 +359,11 @@ class NotebookHandle:
         """Return the error of a run that ended without a record of its outcome."""
         if self._stop_requested:
             return NotebookFailed(f"the notebook {self.output} was stopped before it began")
+        if self._process is not None and self._process.returncode == os.EX_IOERR:
+            return NotebookFailed(
+                f"{self._files.record} cannot be written: the disk is full, or the folder is gone",
+                do="free some space, and run the notebook again",
+            )
         error = NotebookDied(
             "\n".join([f"the process that ran {self.output} is gone", *last_lines(self.log)]),
             allowed="unfinished launches of its cells resume from their checkpoints",

@@ -1,61 +1,63 @@
-"""Check a notebook run, run it through papermill in its own kernel, and record how it ends."""
+"""Run one notebook through papermill in this process, and record how it ended.
+
+The process is started for the notebook (run.py). So the notebook has the process's environment
+variables, working directory, event loop and log, and several notebooks do not disturb each other.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import logging
 import os
+import pickle
 import secrets
 import shlex
-import shutil
+import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config.yaml_source import Layer
-from nbtoolkit.environment.installed import install_line
-from nbtoolkit.errors import MissingExtra, NotebookError, NotebookFailed
-from nbtoolkit.notebooks.document import (
-    declared_parameters,
-    executed_copy,
-    numbered,
-    read_notebook,
-    refuse_syntax_errors,
-    with_parameters,
-)
-from nbtoolkit.notebooks.execution import CellProgress, Display, Execution, Limits
+from nbtoolkit.notebooks.document import executed_copy, numbered, with_parameters
 from nbtoolkit.notebooks.handle import (
     LAST_LINES,
-    CellFailure,
+    FailureRecord,
     NotebookFiles,
     NotebookRecord,
-    NotebookResult,
-    files_for,
     indented,
     last_lines,
-    not_written,
-    result_of,
 )
-from nbtoolkit.notebooks.parameters import check_parameters
 from nbtoolkit.notebooks.publish import TARGET as PUBLISHED
 from nbtoolkit.run.paths import RUNS_FILE, read_json, write_json, write_whole
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
+    from nbtoolkit.notebooks.engine import CellFailure, Execution
+
 # Maximum length in bytes of a Unix socket's path, see man 7 unix.
 _SOCKET_LENGTH = 107
+
+# Seconds to wait for the rest of a cell's output; after that it counts as lost. The output of a
+# loop that prints takes some seconds to arrive.
+_LOST_OUTPUT_SECONDS = 60
+
+# Seconds for a live kernel to answer; a dead one is noticed at once. ipykernel takes 1 s to start,
+# and a minute from a cold disk beside other work.
+_START_SECONDS = 600
+
+_PR_SET_PDEATHSIG = 1
 
 _ADVICE = {
     "exit": "cells after it have not run: put what must not run under an `if`",
     "timeout": "increase cell_timeout or timeout, or look where the cell waits",
+    "disk": "a folder on a disk with free space that you may write to",
 }
 
 
@@ -64,6 +66,8 @@ class NotebookJob:
     """A checked notebook run: what to run, with which values, and where the results go."""
 
     source: Path
+    notebook: NotebookNode
+    """The source, read and checked."""
     kernel: str
     """Name of the kernel spec."""
     files: NotebookFiles
@@ -72,273 +76,189 @@ class NotebookJob:
     html: bool
     cwd: Path
     """The kernel's working directory."""
+    cell_timeout: float | None
+    timeout: float | None
+    max_output: int
+    progress: int | None = None
+    """Descriptor of a pipe to the process that waits for the run; None: nobody waits."""
+    parent: int = 0
+    """Pid of the process that waits."""
+    width: int = 0
+    """Columns of its terminal, where a cell's line is updated; 0: only finished cells."""
 
-    def run(
-        self, notebook: NotebookNode, log: TextIO, limits: Limits, display: Display
-    ) -> NotebookResult:
-        """Run the notebook to its end.
 
-        Args:
-            notebook: the source, read and checked.
-            log: from :meth:`NotebookFiles.open`.
-            limits: limits of time and output.
-            display: how the run shows its cells.
+def main() -> None:
+    """Run the job that arrives on stdin."""
+    import nbtoolkit.notebooks.engine  # noqa: F401  # loads papermill before signals are handled
 
-        Raises:
-            NotebookFailed: the notebook did not reach its end.
-        """
-        with _private_folder() as folder:
-            execution = Execution(
-                copy=self.files.copy,
-                log=log,
-                environ={
-                    **os.environ,
-                    "IPYTHONDIR": str(folder / "ipython"),
-                    PUBLISHED: str(_published_file(folder)),
-                    RUNS_FILE: str(self.files.runs),
-                },
-                cwd=self.cwd,
-                folder=folder,
-                progress=CellProgress(display, len(list(numbered(notebook)))),
-                limits=limits,
-            )
-            return self._execute(notebook, execution)
+    job: NotebookJob = pickle.load(sys.stdin.buffer)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have set them to be ignored
+        signal.signal(number, signal.default_int_handler)
+    if job.progress is not None:
+        # The run ends with the process that waits for it.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+        if os.getppid() != job.parent:
+            return  # it has ended before that
+    sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
+    logging.disable()  # the error that is raised says more than the logs of nbclient and papermill
+    try:
+        run(job)
+    except OSError:
+        sys.exit(os.EX_IOERR)  # the record could not be written
 
-    def _execute(self, notebook: NotebookNode, execution: Execution) -> NotebookResult:
-        from nbtoolkit.notebooks.engine import run_with_own_loop
 
-        started_at = time.monotonic()
-        token, reached = secrets.token_hex(8), execution.folder / "reached"
-        prepared = with_parameters(notebook, self.values, sentinel=_sentinel(reached, token))
+def run(job: NotebookJob) -> None:
+    """Run the notebook to its end, and write the executed copy, its page and the record.
+
+    Raises:
+        OSError: the record cannot be written.
+    """
+    from nbtoolkit.notebooks.engine import CellProgress, Execution
+
+    cells = len([*numbered(job.notebook)])
+    progress = CellProgress(job.progress, cells, job.width)
+    execution = Execution(job=job, progress=progress, notebook=job.notebook)
+    with tempfile.TemporaryDirectory(
+        prefix="nbtoolkit-", dir=_short_tmp(), ignore_cleanup_errors=True
+    ) as name:
+        folder, token = Path(name), secrets.token_hex(8)
+        published, reached = folder / "published.json", folder / "reached"
+        os.environ["IPYTHONDIR"] = str(folder / "ipython")
+        os.environ[PUBLISHED] = str(published)
+        os.environ[RUNS_FILE] = str(job.files.runs)
         try:
-            run_with_own_loop(partial(self._run_papermill, prepared, execution))
+            _run_papermill(job, execution, folder, _sentinel(reached, token))
         except KeyboardInterrupt:
             execution.fail("interrupt", "was interrupted")
-            self._record(notebook, prepared, execution, time.monotonic() - started_at)
-            raise
-        if not execution.failure and not (reached.exists() and reached.read_text() == token):
+        if not (reached.exists() and reached.read_text() == token):
             execution.fail("exit", "ended before its last cell")
-        record = self._record(notebook, prepared, execution, time.monotonic() - started_at)
-        return result_of(self.files, record)
+        _record(job, execution, read_json(published) or {})
 
-    def _run_papermill(self, prepared: NotebookNode, execution: Execution) -> None:
-        from nbclient.exceptions import DeadKernelError
-        from papermill.exceptions import PapermillExecutionError
-        from papermill.execute import execute_notebook
 
-        from nbtoolkit.notebooks.engine import ENGINE
+def _run_papermill(job: NotebookJob, execution: Execution, folder: Path, sentinel: str) -> None:
+    from nbclient.exceptions import DeadKernelError
+    from papermill.exceptions import PapermillExecutionError
+    from papermill.execute import execute_notebook
+    from traitlets.config import Config
 
-        if self.html:
-            threading.Thread(target=_import_for_page).start()
-        try:
-            execute_notebook(
-                prepared,
-                None,  # the client saves the executed copy, complete and without the sentinel
-                engine_name=ENGINE,
-                kernel_name=self.kernel,
-                language="python",
-                progress_bar=False,
-                execution=execution,
-            )
-        except PapermillExecutionError:
-            pass  # the client has recorded it; a cell tagged raises-exception is no failure
-        except DeadKernelError:
-            pass  # after the last cell: the sentinel tells whether the run reached it
-        except (RuntimeError, OSError) as error:
-            if execution.started and isinstance(error, OSError):
-                raise not_written(self.files.copy, error, NotebookFailed) from error
-            if execution.started:
-                raise
+    from nbtoolkit.notebooks.engine import ENGINE
+
+    if job.html:  # the imports for the page take 0.5 s, while the kernel starts
+        threading.Thread(target=import_module, args=["nbconvert.exporters.html"]).start()
+    # Sockets instead of ports: two kernels cannot choose the same port, and no other user of the
+    # machine can connect.
+    kernel = {
+        "transport": "ipc",
+        "ip": str(folder / "kernel"),
+        "connection_file": str(folder / "kernel.json"),
+    }
+    try:
+        execute_notebook(
+            with_parameters(job.notebook, job.values, sentinel=sentinel),
+            None,  # the client saves the executed copy, complete and without the sentinel
+            engine_name=ENGINE,
+            kernel_name=job.kernel,
+            language="python",
+            cwd=str(job.cwd),
+            progress_bar=False,
+            execution=execution,
+            client_options={
+                "config": Config({"KernelManager": kernel}),
+                "startup_timeout": min(_START_SECONDS, max(60, int(job.timeout or _START_SECONDS))),
+                "timeout_func": execution.time_left,
+                "iopub_timeout": _LOST_OUTPUT_SECONDS,
+                "raise_on_iopub_timeout": False,
+            },
+        )
+    except (PapermillExecutionError, DeadKernelError, TimeoutError):
+        # The client has recorded it. Or a cell tagged raises-exception raised, which is no failure,
+        # or the kernel died after the last cell: the sentinel tells whether the run reached it.
+        pass
+    except (RuntimeError, OSError) as error:
+        if not execution.started:
             # The kernel died before it answered, or its program does not exist.
-            execution.fail("kernel", f"could not start its kernel {self.kernel!r}: {error}")
-
-    def _record(
-        self, notebook: NotebookNode, prepared: NotebookNode, execution: Execution, seconds: float
-    ) -> NotebookRecord:
-        """Write the executed copy, its page and the record; return the record.
-
-        Raises:
-            NotebookFailed: the disk is full, or the folder is gone.
-        """
-        failure = execution.failure
-        record: NotebookRecord = {
-            "status": "failed" if failure else "completed",
-            "notebook": str(self.source),
-            "kernel": self.kernel,
-            "parameters": self.values,
-            "values": read_json(_published_file(execution.folder)) or {},
-            "html": self.html,
-            "seconds": round(seconds, 3),
-            "failure": failure,
-            "error": self._error(notebook, failure) if failure else None,
-        }
-        note = "\n".join([self._sentence(failure), failure["traceback"]]) if failure else ""
-        copy = executed_copy(execution.notebook or prepared, note)
-        try:
-            write_whole(self.files.copy, copy)
-            if self.html and (reason := self._write_page(copy)):
-                record["html"] = False
-                line = f"nbtoolkit: the page {self.files.html} was not written: {reason}\n"
-                execution.log.write(line)
-            write_json(self.files.record, record)
-        except OSError as error:
-            raise not_written(self.files.copy, error, NotebookFailed) from error
-        return record
-
-    def _write_page(self, copy: str) -> str:
-        """Write the page; return why that failed, which does not fail a completed run."""
-        try:
-            self.files.write_html(copy)
-        except OSError:
+            execution.fail("kernel", f"could not start its kernel {job.kernel!r}: {error}")
+        elif isinstance(error, OSError):
+            reason = error.strerror or error
+            execution.fail("disk", f"was not saved: {job.files.copy} cannot be written: {reason}")
+        else:
             raise
-        except Exception as error:  # of nbconvert, of its templates, of an output in a cell
-            return f"{type(error).__name__}: {error}"
-        return ""
-
-    def _sentence(self, failure: CellFailure) -> str:
-        number, what = failure["cell"], failure["what"]
-        return f"{f'code cell {number} of ' if number else ''}{self.source.name} {what}"
-
-    def _error(self, notebook: NotebookNode, failure: CellFailure) -> dict[str, str]:
-        """Return the parts of the error that describes a failure."""
-        lines = [self._sentence(failure)]
-        cell = dict(numbered(notebook)).get(failure["cell"])
-        if cell is not None and failure["kind"] != "error":  # a traceback shows the line itself
-            lines += ["  The cell:", *indented(cell.source, LAST_LINES)]
-        if failure["traceback"]:
-            lines += indented(failure["traceback"], 4 * LAST_LINES)
-        elif failure["kind"] != "interrupt":
-            lines += last_lines(self.files.log)
-        return {
-            "what": "\n".join(lines),
-            "allowed": _ADVICE.get(failure["kind"], ""),
-            "do": f"look at {self.files.copy}, correct the cause, and run: {self._command()} "
-            "(an unfinished launch or sweep in it resumes from its checkpoint)",
-        }
-
-    def _command(self) -> str:
-        """Return the shell command that repeats the run."""
-        words = ["nbtoolkit", "run", str(self.source), "--output", str(self.files.copy)]
-        for name, value in self.values.items():
-            words += ["-p", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
-        return shlex.join(words)
 
 
-def prepare_job(
-    path: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None,
-    given: Layer,
-    *,
-    kernel: str | None = None,
-    cwd: str | os.PathLike[str] | None = None,
-    html: bool = True,
-) -> tuple[NotebookJob, NotebookNode]:
-    """Check the arguments of a run; return the job, and the notebook as it was read.
+def _record(job: NotebookJob, execution: Execution, values: dict[str, Any]) -> None:
+    """Write the executed copy, its page and the record."""
+    failure = execution.failure
+    note = f"{_sentence(job, failure)}\n{failure.traceback}" if failure else ""
+    copy = executed_copy(execution.notebook, note)
+    record: NotebookRecord = {
+        "status": "failed" if failure else "completed",
+        "notebook": str(job.source),
+        "kernel": job.kernel,
+        "parameters": job.values,
+        "values": values,
+        "html": job.html and _write_page(job.files, copy),
+        "seconds": round(time.monotonic() - execution.started_at, 3),
+        "failure": _failure_record(job, failure) if failure else None,
+    }
+    # A disk that was full may have room for the record, which is small.
+    with contextlib.suppress(OSError) if failure else contextlib.nullcontext():
+        write_whole(job.files.copy, copy)
+    write_json(job.files.record, record)
 
-    Raises:
-        ParameterError: a parameter is unknown, missing or of another type.
-        NotebookError: the notebook is unreadable or not Python, or there is no such kernel.
-        MissingExtra: papermill, or nbconvert for the page, is not installed.
+
+def _write_page(files: NotebookFiles, notebook: str) -> bool:
+    """Write the page of an executed notebook; return whether that worked.
+
+    A page that cannot be written does not fail a completed run.
     """
-    require_extras(html)
-    source = Path(path).expanduser().absolute()
-    notebook = read_notebook(source)
-    refuse_syntax_errors(notebook, source.name)
-    job = NotebookJob(
-        source=source,
-        values=check_parameters(given, declared_parameters(notebook, source.name), source.name),
-        kernel=_find_kernel(notebook, kernel, source.name),
-        files=files_for(source, output),
-        html=html,
-        cwd=Path(cwd or "").absolute(),
-    )
-    return job, notebook
+    import nbformat
 
-
-def require_extras(html: bool) -> None:
-    """Check that the packages which a run needs are installed.
-
-    Raises:
-        MissingExtra: a package is missing.
-    """
-    needed = ["papermill", "nbclient", "ipykernel", *(["nbconvert"] if html else [])]
-    if missing := [name for name in needed if find_spec(name) is None]:
-        raise MissingExtra(
-            f"running a notebook needs {', '.join(missing)}",
-            allowed="html=False does not need nbconvert" if missing == ["nbconvert"] else "",
-            do=install_line("notebooks"),
-        )
-
-
-def skip_slow_imports() -> None:
-    """Let papermill load without two slow packages, unless they are loaded already.
-
-    nbformat loads jsonschema, which imports ``rfc3987_syntax`` if JupyterLab has installed it: that
-    builds 38 grammars (1.2 s) to check URIs, which the notebook schema does not contain. papermill
-    imports ``pyarrow`` (0.2 s) to read notebooks from Hadoop, if MLflow has installed it. Both work
-    without these packages by design. Only for a process of our own, never for a user's kernel.
-    """
-    modules = cast("dict[str, object]", sys.modules)
-    for name in ("rfc3987_syntax", "pyarrow"):
-        modules.setdefault(name, None)  # None: importing the module raises ImportError
-
-
-def _find_kernel(notebook: NotebookNode, name: str | None, title: str) -> str:
-    """Return the name of the kernel spec to run a notebook with.
-
-    Args:
-        notebook: its metadata names a kernel spec; default: ``python3``.
-        name: a kernel spec that overrides the notebook's own.
-        title: the notebook's name, for messages.
-
-    Raises:
-        NotebookError: the kernel is not installed here, or is not for Python.
-    """
-    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
-
-    kernel = str(name or notebook.metadata.get("kernelspec", {}).get("name") or "python3")
-    specs = KernelSpecManager()
     try:
-        spec = specs.get_kernel_spec(kernel)
-    except NoSuchKernel as error:
-        raise NotebookError(
-            f"{title} needs the kernel {kernel!r}, which is not installed here",
-            allowed=", ".join(sorted(specs.find_kernel_specs())) or "none: no kernel is installed",
-            do='choose one of these: kernel="python3", or --kernel python3 in a shell',
-        ) from error
-    if spec.language.lower() != "python":
-        raise NotebookError(
-            f"the kernel {kernel!r} of {title} runs {spec.language}",
-            allowed="kernels for Python",
-        )
-    return kernel
+        from nbconvert.exporters.html import HTMLExporter
+
+        page, _ = HTMLExporter().from_notebook_node(nbformat.reads(notebook, as_version=4))
+        write_whole(files.html, page, durable=False)
+    except (
+        Exception
+    ) as error:  # of nbconvert, of its templates, of an output in a cell, of the disk
+        print(f"nbtoolkit: the page {files.html} was not written: {type(error).__name__}: {error}")
+        return False
+    return True
 
 
-@contextmanager
-def _private_folder() -> Iterator[Path]:
-    """Make a temporary folder for a kernel's connection file, sockets and IPython profile.
-
-    The kernel uses sockets instead of ports, so that two kernels cannot choose the same port and no
-    other user can connect.
-    """
-    folder = tempfile.mkdtemp(prefix="nbtoolkit-")
-    if len(os.fsencode(folder)) + len("/kernel-5") > _SOCKET_LENGTH:
-        os.rmdir(folder)
-        folder = tempfile.mkdtemp(prefix="nbtoolkit-", dir="/tmp")
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def _sentence(job: NotebookJob, failure: CellFailure) -> str:
+    place = f"code cell {failure.cell} of " if failure.cell else ""
+    return f"{place}{job.source.name} {failure.what}"
 
 
-def _published_file(folder: Path) -> Path:
-    """Return the file in a kernel's private folder that ``nb.publish`` writes."""
-    return folder / "published.json"
+def _failure_record(job: NotebookJob, failure: CellFailure) -> FailureRecord:
+    """Return the parts of the error that describes a failure."""
+    lines = [_sentence(job, failure)]
+    cell = dict(numbered(job.notebook)).get(failure.cell)
+    if cell is not None and failure.kind != "error":  # a traceback shows the line itself
+        lines += ["  The cell:", *indented(cell.source, LAST_LINES)]
+    if failure.traceback:
+        lines += indented(failure.traceback, 4 * LAST_LINES)
+    elif failure.kind != "interrupt":
+        lines += last_lines(job.files.log)
+    words = ["nbtoolkit", "run", str(job.source), "--output", str(job.files.copy)]
+    for name, value in job.values.items():
+        words += ["-p", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
+    return {
+        "kind": failure.kind,
+        "cell": failure.cell,
+        "what": "\n".join(lines),
+        "allowed": _ADVICE.get(failure.kind, ""),
+        "do": f"look at {job.files.copy}, correct the cause, and run: {shlex.join(words)} "
+        "(an unfinished launch or sweep in it resumes from its checkpoint)",
+    }
 
 
-def _import_for_page() -> None:
-    """Import the packages for the page (0.5 s) while the kernel starts."""
-    import nbconvert.exporters.html  # noqa: F401
+def _short_tmp() -> str:
+    """Return the folder for temporary folders; /tmp where paths of sockets would be too long."""
+    folder = tempfile.gettempdir()
+    longest = len(os.fsencode(folder)) + len("/nbtoolkit-12345678/kernel-5")
+    return folder if longest <= _SOCKET_LENGTH else "/tmp"
 
 
 def _sentinel(reached: Path, token: str) -> str:

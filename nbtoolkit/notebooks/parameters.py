@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from nbtoolkit.config.yaml_source import Layer, Mistake, parse_value, read_layer, refuse
 from nbtoolkit.errors import ParameterError
@@ -99,8 +100,6 @@ class Parameter:
     """The type in error messages."""
     required: bool
     """Whether it has no default."""
-    line: int
-    """Line in the cell, from 1."""
 
 
 def read_parameters(source: str) -> dict[str, Parameter]:
@@ -135,13 +134,7 @@ def _parameter(
         default = _literal(node.value)
         hint = Any if default is None else type(default)
         shown = "any plain value" if hint is Any else f"{hint.__name__}, as its default is"
-    return Parameter(
-        name=name,
-        hint=hint,
-        shown=shown,
-        required=node.value is None,
-        line=node.lineno,
-    )
+    return Parameter(name=name, hint=hint, shown=shown, required=node.value is None)
 
 
 def _literal(node: ast.expr | None) -> object:
@@ -262,8 +255,6 @@ def _convert(value: object, hint: Any) -> Any:
 
 
 def _validated(value: object, hint: Any) -> Any:
-    from pydantic import TypeAdapter
-
     # Validated as JSON: strict for numbers and texts, but a list is valid for a tuple or a set.
     text = json.dumps(value, default=_plain)
     return TypeAdapter(hint).validate_json(text, strict=True)
@@ -292,18 +283,15 @@ def _wrong_type(value: object, parameter: Parameter, place: str, error: Exceptio
     what = f"{parameter.name} is {value!r}"
     if isinstance(error, TypeError):
         what += f": {error}"
-    elif detail := _first_inner_error(error):
-        what += f"; {detail}"
+    elif inner := _inner_error(error):
+        what += f"; {inner}"
     return Mistake(place=place, what=what, allowed=parameter.shown)
 
 
-def _first_inner_error(error: Exception) -> str:
-    """Describe the first wrong value inside a list or dict; empty for a plain value."""
-    from pydantic import ValidationError
-
-    if not isinstance(error, ValidationError):
+def _inner_error(error: Exception) -> str:
+    """Describe the one wrong value inside a list or dict; empty for others."""
+    errors = error.errors() if isinstance(error, ValidationError) else []
+    if len(errors) != 1 or not errors[0]["loc"]:
         return ""
-    first = error.errors()[0]
-    where = ".".join(map(str, first["loc"]))
-    inside = isinstance(first["input"], (str, int, float)) and where and len(error.errors()) == 1
-    return f"at {where}: {first['msg'][:1].lower()}{first['msg'][1:]}" if inside else ""
+    where, message = ".".join(map(str, errors[0]["loc"])), errors[0]["msg"]
+    return f"at {where}: {message[:1].lower()}{message[1:]}"

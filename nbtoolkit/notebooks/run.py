@@ -1,7 +1,7 @@
-"""Run a notebook as a program (``nb.run_notebook``), here or in a background process.
+"""Run a notebook as a program (``nb.run_notebook``): check it, and start a process for it.
 
-The background process outlives the one that starts it. It reads the checked job from stdin. Its
-stdout is the log, so that it holds the lock on the run's files until it ends.
+The process reads the checked job from stdin (job.py). Its stdout is the log, so that it holds the
+lock on the run's files until it ends.
 """
 
 from __future__ import annotations
@@ -9,22 +9,50 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, get_args, overload
 
-from nbtoolkit.errors import NotebookError, NotebookFailed
-from nbtoolkit.notebooks.execution import MAX_OUTPUT, Display, Limits
-from nbtoolkit.notebooks.handle import NotebookHandle, NotebookResult, not_written
-from nbtoolkit.notebooks.job import NotebookJob, prepare_job, skip_slow_imports
-from nbtoolkit.notebooks.parameters import given_layer
+from nbtoolkit.environment.installed import install_line
+from nbtoolkit.errors import MissingExtra, NotebookError, NotebookFailed
+from nbtoolkit.host import in_kernel
+from nbtoolkit.notebooks.document import (
+    declared_parameters,
+    read_notebook,
+    refuse_syntax_errors,
+)
+from nbtoolkit.notebooks.handle import NotebookHandle, NotebookResult, files_for, not_written
+from nbtoolkit.notebooks.job import NotebookJob
+from nbtoolkit.notebooks.parameters import check_parameters, given_layer
 from nbtoolkit.run.paths import write_json
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
+    from typing_extensions import Unpack
+
+Display = Literal["auto", "text", "off"]
+"""How a run shows its cells: live on a terminal, one line per finished cell, or not at all."""
+
+MAX_OUTPUT = 1_000_000
+"""Default limit on the output of one cell, in characters; a browser still opens ten such cells."""
+
+
+class NotebookRunOptions(TypedDict, total=False):
+    """The options of :func:`run_notebook`, for type checkers and editors (PEP 692)."""
+
+    parameters_file: str | os.PathLike[str] | None
+    kernel: str | None
+    cwd: str | os.PathLike[str] | None
+    timeout: float | None
+    cell_timeout: float | None
+    max_output: int
+    html: bool
+    display: Display
 
 
 @overload
@@ -33,15 +61,8 @@ def run_notebook(
     output: str | os.PathLike[str] | None = None,
     parameters: Mapping[str, object] | None = None,
     *,
-    parameters_file: str | os.PathLike[str] | None = None,
-    kernel: str | None = None,
-    cwd: str | os.PathLike[str] | None = None,
-    timeout: float | None = None,
-    cell_timeout: float | None = None,
-    max_output: int = MAX_OUTPUT,
-    html: bool = True,
-    display: Display = "auto",
     wait: Literal[True] = True,
+    **options: Unpack[NotebookRunOptions],
 ) -> NotebookResult: ...
 
 
@@ -51,15 +72,8 @@ def run_notebook(
     output: str | os.PathLike[str] | None = None,
     parameters: Mapping[str, object] | None = None,
     *,
-    parameters_file: str | os.PathLike[str] | None = None,
-    kernel: str | None = None,
-    cwd: str | os.PathLike[str] | None = None,
-    timeout: float | None = None,
-    cell_timeout: float | None = None,
-    max_output: int = MAX_OUTPUT,
-    html: bool = True,
-    display: Display = "auto",
     wait: Literal[False],
+    **options: Unpack[NotebookRunOptions],
 ) -> NotebookHandle: ...
 
 
@@ -119,21 +133,80 @@ def run_notebook(
         NotebookTimeout: a time limit was exceeded (a subclass of NotebookFailed).
         MissingExtra: papermill, or nbconvert for the page, is not installed.
     """
+    _check_options(timeout, cell_timeout, display)
+    require_packages(html)
+    source = Path(path).expanduser().absolute()
+    notebook = read_notebook(source)
+    refuse_syntax_errors(notebook, source.name)
+    declared = declared_parameters(notebook, source.name)
+    given = given_layer(parameters, parameters_file)
+    job = NotebookJob(
+        source=source,
+        notebook=notebook,
+        values=check_parameters(given, declared, source.name),
+        kernel=_find_kernel(notebook, kernel, source.name),
+        files=files_for(source, output),
+        html=html,
+        cwd=Path(cwd or "").absolute(),
+        cell_timeout=cell_timeout,
+        timeout=timeout,
+        max_output=max_output,
+    )
+    return _run_here(job, display) if wait else _start(job)
+
+
+def _check_options(timeout: float | None, cell_timeout: float | None, display: str) -> None:
     for name, seconds in {"cell_timeout": cell_timeout, "timeout": timeout}.items():
         if seconds is not None and not seconds > 0:
-            raise NotebookError(
-                f"{name} is {seconds}", allowed="seconds above 0, or None: no limit"
-            )
-    limits = Limits(cell_timeout=cell_timeout, timeout=timeout, max_output=max_output)
-    given = given_layer(parameters, parameters_file)
-    job, notebook = prepare_job(path, output, given, kernel=kernel, cwd=cwd, html=html)
-    with contextlib.closing(job.files.open()) as log:
-        if wait:
-            return job.run(notebook, log, limits, display)
-        return start_notebook(job, notebook, log, limits, os.environ)
+            allowed = "seconds above 0, or None: no limit"
+            raise NotebookError(f"{name} is {seconds}", allowed=allowed)
+    if display not in get_args(Display):
+        allowed = ", ".join(map(repr, get_args(Display)))
+        raise NotebookError(f"display is {display!r}", allowed=allowed)
 
 
-# --- in the background ---
+def require_packages(html: bool) -> None:
+    """Check that the packages which a run needs are installed.
+
+    Raises:
+        MissingExtra: a package is missing.
+    """
+    needed = ["papermill", "nbclient", "ipykernel", *(["nbconvert"] if html else [])]
+    if missing := [name for name in needed if find_spec(name) is None]:
+        raise MissingExtra(
+            f"running a notebook needs {', '.join(missing)}",
+            allowed="html=False does not need nbconvert" if missing == ["nbconvert"] else "",
+            do=install_line("notebooks"),
+        )
+
+
+def _find_kernel(notebook: NotebookNode, name: str | None, title: str) -> str:
+    """Return the name of the kernel spec to run a notebook with.
+
+    Args:
+        notebook: its metadata names a kernel spec; default: ``python3``.
+        name: a kernel spec that overrides the notebook's own.
+        title: the notebook's name, for messages.
+
+    Raises:
+        NotebookError: the kernel is not installed here.
+    """
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    kernel = str(name or notebook.metadata.get("kernelspec", {}).get("name") or "python3")
+    specs = KernelSpecManager()
+    try:
+        specs.get_kernel_spec(kernel)
+    except NoSuchKernel as error:
+        raise NotebookError(
+            f"{title} needs the kernel {kernel!r}, which is not installed here",
+            allowed=", ".join(sorted(specs.find_kernel_specs())) or "none: no kernel is installed",
+            do='choose one of these: kernel="python3", or --kernel python3 in a shell',
+        ) from error
+    return kernel
+
+
+# --- the process of a run ---
 
 # The working directory is not on the path: a file named random.py there belongs to the kernel. An
 # interrupt during the imports ends the process at once: Python would raise KeyboardInterrupt in the
@@ -141,46 +214,56 @@ def run_notebook(
 _BOOT = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
     "import sys; sys.path[:] = [p for p in sys.path if p]; sys.path.append({home!r}); "
-    "from nbtoolkit.notebooks.run import main; main()"
+    "from nbtoolkit.notebooks.job import main; main()"
 )
 
 # Processes that this process has started and must reap.
 _processes: list[subprocess.Popen[bytes]] = []
 
 
-def start_notebook(
-    job: NotebookJob,
-    notebook: NotebookNode,
-    log: TextIO,
-    limits: Limits,
-    environ: Mapping[str, str],
-) -> NotebookHandle:
-    """Start a notebook in the background.
+def _run_here(job: NotebookJob, display: Display) -> NotebookResult:
+    """Run a notebook, show its cells, and return its result. An interrupt stops it."""
+    stream = sys.stdout if in_kernel(sys.modules) else sys.stderr
+    width = shutil.get_terminal_size().columns if display == "auto" and stream.isatty() else 0
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb", buffering=0) as lines:
+        with open(write_end, "wb"):
+            job = replace(job, progress=write_end, parent=os.getpid(), width=width)
+            handle = _start(job)
+        try:
+            while text := lines.read(65_536):
+                if display != "off":
+                    print(text.decode(errors="replace"), end="", file=stream, flush=True)
+            return handle.result()
+        except KeyboardInterrupt:
+            handle.stop()
+            with contextlib.suppress(NotebookFailed):
+                handle.result()
+            raise
 
-    Args:
-        job: the checked job.
-        notebook: its source, read and checked.
-        log: from :meth:`NotebookFiles.open`; the new process inherits its lock.
-        limits: limits of time and output.
-        environ: all environment variables of the kernel.
+
+def _start(job: NotebookJob) -> NotebookHandle:
+    """Start the process of a run.
 
     Raises:
-        NotebookError: the disk is full.
+        NotebookError: the disk is full, or another run writes to these files.
         OSError: the process could not be started.
     """
     _processes[:] = [process for process in _processes if process.poll() is None]
     home = str(Path(__file__).resolve().parents[2])
-    process = subprocess.Popen(
-        [sys.executable, "-c", _BOOT.format(home=home), str(job.files.copy)],  # the copy is for ps
-        stdin=subprocess.PIPE,
-        stdout=log,
-        stderr=log,
-        # Neither Jupyter's interrupt nor a terminal's hangup reaches the process.
-        start_new_session=True,
-        cwd="/",
-        # ipykernel 6.17 (Kaggle's) prints lines about its debugger from Python 3.11 on.
-        env={"PYDEVD_DISABLE_FILE_VALIDATION": "1", **environ},
-    )
+    with job.files.open() as log:  # the new process inherits its lock
+        process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT.format(home=home), str(job.files.copy)],  # copy: for ps
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=() if job.progress is None else (job.progress,),
+            # Neither Jupyter's interrupt nor a terminal's hangup reaches the process.
+            start_new_session=True,
+            cwd="/",
+            # ipykernel 6.17 (Kaggle's) prints lines about its debugger from Python 3.11 on.
+            env={"PYDEVD_DISABLE_FILE_VALIDATION": "1", **os.environ},
+        )
     _processes.append(process)
     assert process.stdin is not None
     try:
@@ -188,21 +271,7 @@ def start_notebook(
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
             # NotebookHandle.stop reads the pid; the process replaces this record when it ends.
             write_json(job.files.record, {"status": "running", "pid": process.pid}, durable=False)
-            pickle.dump((job, notebook, limits), pipe)
+            pickle.dump(job, pipe)
     except OSError as error:
-        raise not_written(job.files.copy, error, NotebookError) from error
+        raise not_written(job.files.copy, error) from error
     return NotebookHandle(job.files.copy, process)
-
-
-def main() -> None:
-    """Run the job that arrives on stdin."""
-    skip_slow_imports()
-    import nbtoolkit.notebooks.engine  # noqa: F401  # loads papermill before signals are handled
-
-    job, notebook, limits = pickle.load(sys.stdin.buffer)
-    # The record says how the run ended.
-    recorded = contextlib.suppress(NotebookFailed, KeyboardInterrupt)
-    with open(os.dup(1), "a", encoding="utf-8") as log, recorded:
-        for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have set them to be ignored
-            signal.signal(number, signal.default_int_handler)
-        job.run(notebook, log, limits, "off")

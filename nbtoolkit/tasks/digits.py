@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from nbtoolkit.errors import ConfigError, MissingExtra
 from nbtoolkit.training.evaluation import predict
-from nbtoolkit.training.loop import fit
+from nbtoolkit.training.fit import fit
 
 if TYPE_CHECKING:
     import numpy as np

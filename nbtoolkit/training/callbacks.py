@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import io
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.errors import FitError
-from nbtoolkit.run.checkpoints.checkpoint_store import dump_state
-from nbtoolkit.training.loading.data import noted
-from nbtoolkit.training.optim.schedule import required_arguments
+from nbtoolkit.errors import FitError, RunStopped
+from nbtoolkit.run.checkpoints.checkpoint_store import State, dump_state
+from nbtoolkit.training.data import noted
+from nbtoolkit.training.optim import required_arguments
 from nbtoolkit.worker.collectives import gather_on_all
 
 if TYPE_CHECKING:
     import torch
+    from torch.profiler import profile
 
-    from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext
 
 
@@ -209,11 +210,116 @@ def _check(callback: object, name: str) -> None:
         fault = f"{several[0]} of the callback {name} does not take one argument, the state"
         do = f"define it as {several[0]}(self, state): state has epoch, metrics, model and ctx"
     elif unknown:
-        near = difflib.get_close_matches(unknown[0], MOMENTS, n=1)
-        fault = f"fit never calls {unknown[0]} of the callback {name}"
-        do = f"did you mean {near[0]}?" if near else "rename it"
+        fault, do = f"fit never calls {unknown[0]} of the callback {name}", "rename it"
     elif not found:
         fault, do = f"the callback {name} has no method that fit calls", "derive from nb.Callback"
     else:
         return
     raise FitError(fault, allowed=", ".join(MOMENTS), do=do)
+
+
+# --- the profile of a few steps (``train.profile``) ---
+
+
+# Optimizer steps that pass first, that warm the profiler up, and that are recorded.
+WAIT, WARM_UP, ACTIVE = 5, 2, 5
+
+_ROWS, _NAME_WIDTH = 10, 40
+
+
+class StepProfiler(Callback):
+    """Records optimizer steps of the first epoch that this process trains, on each rank.
+
+    The trace goes to ``ranks/<rank>/trace.json.gz`` of the run (for https://ui.perfetto.dev or
+    chrome://tracing), and rank 0 prints the operators that took the most time. See
+    https://docs.pytorch.org/docs/stable/profiler.html.
+
+    Args:
+        ctx: the run's context.
+    """
+
+    def __init__(self, ctx: RunContext) -> None:
+        self._ctx = ctx
+        self._per_epoch: int | None = None
+        self._total = WAIT + WARM_UP + ACTIVE
+        self._profile: profile | None = None
+        self._ready = False
+
+    def __enter__(self) -> StepProfiler:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None or isinstance(error, RunStopped):
+            self.close()
+            return
+        with contextlib.suppress(RuntimeError):  # of a broken device: the first error matters
+            self.close()
+
+    def expect(self, per_epoch: int | None, total: int) -> None:
+        """Say how many optimizer steps an epoch (None: unknown) and the run have."""
+        self._per_epoch, self._total = per_epoch, total
+
+    def on_train_epoch_start(self, state: FitState) -> None:
+        """Start, in the first epoch that has a step left."""
+        from torch.profiler import ProfilerActivity, profile, schedule
+
+        if self._ready:
+            return
+        activities = [ProfilerActivity.CPU]
+        if self._ctx.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        left = self._total - state.step
+        if self._per_epoch is not None:
+            left = min(left, state.epoch * self._per_epoch - state.step)
+        if left < 1:
+            return  # resumed after the last step of this epoch: the next one is recorded
+        wait, warm_up, active = split_steps(left)
+        self._profile = profile(
+            activities=activities,
+            schedule=schedule(wait=wait, warmup=warm_up, active=active, repeat=1),
+            on_trace_ready=self._keep,
+        )
+        self._profile.start()
+
+    def on_train_batch_end(self, state: FitState) -> None:
+        """Count an optimizer step."""
+        if self._profile is not None:
+            self._profile.step()
+            if self._ready:
+                self.close()
+
+    def on_train_epoch_end(self, state: FitState) -> None:
+        """Stop, if the epoch was shorter than expected."""
+        self.close()
+
+    def close(self) -> None:
+        """Stop; keeps what was recorded so far. May be called twice."""
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.stop()
+            if not self._ready:
+                self._ctx.print("profile: the run stopped before a step was recorded")
+            self._ready = True
+
+    def _keep(self, profile: profile) -> None:
+        """Write the trace, and print the table; torch calls it when the last step is recorded."""
+        if self._ready:
+            return
+        self._ready = True
+        trace = self._ctx.paths.trace(self._ctx.rank)
+        hidden = trace.with_name(f".{trace.name}")
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(hidden))
+        os.replace(hidden, trace)
+        device = "cuda" if self._ctx.device.type == "cuda" else "cpu"
+        table = profile.key_averages().table(
+            sort_by=f"self_{device}_time_total", row_limit=_ROWS, max_name_column_width=_NAME_WIDTH
+        )
+        self._ctx.print(f"{table}profile: {trace} (open it in https://ui.perfetto.dev)")
+
+
+def split_steps(steps: int) -> tuple[int, int, int]:
+    """How many of ``steps`` optimizer steps to wait for, to warm up in, and to record."""
+    active = min(ACTIVE, max(1, steps // 2))
+    warm_up = min(WARM_UP, steps - active)
+    return min(WAIT, steps - active - warm_up), warm_up, active

@@ -1,29 +1,263 @@
-"""Decide when a checkpoint is due, copy the state to the CPU, and write it beside the training."""
+"""Keep what a resumed fit needs: its progress, the ranks' random state, and the checkpoints.
+
+A checkpoint is copied to the CPU when it is due, and written beside the training.
+"""
 
 from __future__ import annotations
 
+import math
+import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
+from nbtoolkit.config.aliases import similar_name
+from nbtoolkit.config.validation import resolve
 from nbtoolkit.environment.resources import free_space, size_text
-from nbtoolkit.errors import CheckpointError
+from nbtoolkit.errors import CheckpointError, FitError
 from nbtoolkit.host import detect_host
-from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore, Kind, StoredCheckpoint
-from nbtoolkit.training.step import TrainStep
+from nbtoolkit.run.checkpoints.checkpoint_store import (
+    CheckpointStore,
+    Kind,
+    State,
+    StoredCheckpoint,
+)
 from nbtoolkit.training.strategy import HostState
-from nbtoolkit.training.train_state import State
-from nbtoolkit.worker.collectives import broadcast
+from nbtoolkit.worker.collectives import broadcast, gather_on_all
+from nbtoolkit.worker.random_numbers import seed_rank
 from nbtoolkit.worker.watch import SaveTimes
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from nbtoolkit.config.schema import Config
+    from nbtoolkit.training.callbacks import Callbacks
+    from nbtoolkit.training.step import TrainStep
+    from nbtoolkit.training.sync import LossSum
     from nbtoolkit.worker.context import RunContext
+
+# --- progress ---
+
+
+def check_monitor(config: Config, names: Sequence[str], stems: Sequence[str]) -> None:
+    """Refuse a ``checkpoint.monitor`` that no epoch will have.
+
+    Args:
+        config: the fit's.
+        names: the metrics of its epochs.
+        stems: those of them that may become ``<stem>_<key>``.
+
+    Raises:
+        FitError: names the metrics.
+    """
+    monitor = config.checkpoint.monitor
+    if monitor is None or monitor in names or monitor.startswith(tuple(f"{s}_" for s in stems)):
+        return
+    raise _no_metric(monitor, [*names, *(f"{stem}_<key>" for stem in stems)])
+
+
+def _no_metric(monitor: str, names: Sequence[str]) -> FitError:
+    near = similar_name(monitor, names)
+    return FitError(
+        f"checkpoint.monitor is {monitor!r}, which no epoch will have",
+        allowed=", ".join(names),
+        do=f"set checkpoint.monitor: {near}"
+        if near
+        else "set checkpoint.monitor to one of these, or pass a metric of that name to fit",
+    )
+
+
+class TrainState:
+    """The progress of a fit.
+
+    Attributes:
+        epoch: epochs done.
+        taken: optimizer steps done in the current epoch.
+        loss: the sum of the current epoch's losses, over all ranks, each times its weight.
+        seen: the sum of these weights: the samples, if the loss is a mean over samples.
+        stopped: why a callback has ended the training; "": it has not.
+        values: the metrics of the last epoch done.
+        best: the best value of the monitored metric; None: no epoch has had a number (NaN is none).
+        best_epoch: the epoch of this value.
+        best_step: optimizer steps done at its end.
+        best_values: the metrics of this epoch.
+        stale: epochs since the last improvement by more than ``train.min_delta``.
+
+    Raises:
+        FitError: the direction of ``checkpoint.monitor`` is unknown.
+    """
+
+    def __init__(self, ctx: RunContext, config: Config) -> None:
+        self._ctx, self._checkpoint, self._train = ctx, config.checkpoint, config.train
+        # Without a monitor it is a loss: val_loss or train_loss.
+        direction = resolve(self._checkpoint.monitor or "val_loss", config)
+        if direction is None:
+            raise FitError(
+                f"the name {self._checkpoint.monitor!r} (checkpoint.monitor) does not say whether "
+                "its highest or its lowest value is best",
+                allowed="`mode: max` or `mode: min` under checkpoint",
+                do="add the line that applies",
+            )
+        self._minimize = direction == "minimize"
+        self._printed_at = 0.0
+        self._reference: float | None = None
+        self.epoch = self.taken = 0
+        self.loss = self.seen = 0.0
+        self.stopped = ""
+        self.values: dict[str, float] = {}
+        self.best_values: dict[str, float] = {}
+        self.best: float | None = None
+        self.best_epoch = self.best_step = self.stale = 0
+
+    def add(self, part: LossSum) -> None:
+        """Add losses of the current epoch."""
+        self.loss += part.loss
+        self.seen += part.weight
+
+    @property
+    def train_loss(self) -> float:
+        """The mean loss of the current epoch so far."""
+        return self.loss / (self.seen or math.nan)
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether ``train.early_stopping_patience`` is used up."""
+        patience = self._train.early_stopping_patience
+        return patience is not None and self.stale >= patience
+
+    def end_epoch(self, values: dict[str, float], step: int) -> bool:
+        """End the current epoch with its metrics; returns whether it is the best so far."""
+        self.epoch, self.values = self.epoch + 1, values
+        self.taken = 0
+        self.loss = self.seen = 0.0
+        value = values[self.monitored]
+        better = self._is_better(value, self.best, by=0.0)
+        if better:
+            self.best, self.best_epoch, self.best_step = value, self.epoch, step
+            self.best_values = values
+        if self._is_better(value, self._reference, by=self._train.min_delta):
+            self._reference, self.stale = value, 0
+        else:
+            self.stale += 1
+        self._print()
+        return better
+
+    @property
+    def monitored(self) -> str:
+        """The metric that decides which epoch is best.
+
+        Raises:
+            FitError: the epochs have no metric of the name in ``checkpoint.monitor``.
+        """
+        values = self.values
+        name = self._checkpoint.monitor or ("val_loss" if "val_loss" in values else "train_loss")
+        if name not in values:
+            raise _no_metric(name, list(values))
+        return name
+
+    @property
+    def has_best(self) -> bool:
+        """Whether an epoch can be best: not by the training loss alone."""
+        return self._checkpoint.monitor is not None or "val_loss" in self.values
+
+    @property
+    def ends_with_best(self) -> bool:
+        """Whether the model ends with the weights of another epoch than the last."""
+        wanted = self._checkpoint.weights == "best" and self.has_best
+        return wanted and self.best is not None and self.best_epoch != self.epoch
+
+    def summary(self) -> dict[str, float]:
+        """The metrics of the epoch with whose weights the model ends, and the best epoch."""
+        values = self.best_values if self.ends_with_best else self.values
+        best = math.nan if self.best is None else self.best
+        name = f"best_{self.monitored}"
+        return {**values, name: best, "epoch": self.epoch, "best_epoch": self.best_epoch}
+
+    def state(self) -> State:
+        """The attributes, plain values for a checkpoint."""
+        attributes = {name: value for name, value in vars(self).items() if name[0] != "_"}
+        return {"reference": self._reference, **attributes}
+
+    def restore(self, state: State) -> None:
+        """Continue from a :meth:`state`."""
+        for name, value in state.items():
+            setattr(self, "_reference" if name == "reference" else name, value)
+
+    def _is_better(self, value: float, than: float | None, *, by: float) -> bool:
+        if math.isnan(value):
+            return False
+        if than is None:
+            return True
+        return value < than - by if self._minimize else value > than + by
+
+    def _print(self) -> None:
+        """Print the epoch's metrics, at most once a second: epochs may take milliseconds."""
+        last = self.epoch == self._train.epochs or self.stopped_early
+        if last or time.monotonic() - self._printed_at >= 1.0:
+            self._printed_at = time.monotonic()
+            values = "  ".join(f"{name} {value:.4f}" for name, value in self.values.items())
+            self._ctx.print(f"epoch {self.epoch}/{self._train.epochs}  {values}")
+        if self.stopped_early:
+            best = f"a {self.monitored} that is a number"
+            if self.best is not None:
+                best = f"a better {self.monitored} than epoch {self.best_epoch}'s {self.best:.6g}"
+            self._ctx.print(
+                f"fit: stops early, {self.stale} epochs without {best} "
+                "(train.early_stopping_patience)"
+            )
+
+
+# --- random state ---
+
+
+RandomState: TypeAlias = dict[str, Any]
+"""The states of one rank's generators: tensors and plain values."""
+
+
+def gather_random_states(device: torch.device, ranks: int) -> list[RandomState]:
+    """The states of all ranks' generators, by rank; a collective when there are several ranks."""
+    return gather_on_all(_random_state(device), ranks)
+
+
+def _random_state(device: torch.device) -> RandomState:
+    import numpy as np
+    import torch
+
+    version, words, gauss = random.getstate()
+    numbers = np.random.get_state(legacy=False)
+    keys, position = numbers["state"]["key"], numbers["state"]["pos"]
+    has_gauss, cached = numbers["has_gauss"], numbers["gauss"]
+    state = {
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [torch.from_numpy(keys.astype(np.int64)), int(position), has_gauss, float(cached)],
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: RandomState, device: torch.device) -> None:
+    """Set this process's generators to one of :func:`gather_random_states`."""
+    import numpy as np
+    import torch
+
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+# --- files ---
+
 
 # The best epoch's weights are copied at once, but written only when the last write is this many
 # times its own duration ago: epochs may take milliseconds, and writing then takes 3% of the time.
@@ -40,6 +274,82 @@ class _BestWeights(NamedTuple):
     step: int
     parts: Mapping[str, State]
     about: State
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """The parts of a fit that a checkpoint holds.
+
+    Attributes:
+        train_step: the model, its optimizer and its averages.
+        progress: the epochs done, and the best one.
+        callbacks: the user's.
+        sampling: what must be equal for a position in an epoch to mean the same samples.
+        before_save: called on the main rank before a state is taken.
+    """
+
+    train_step: TrainStep
+    progress: TrainState
+    callbacks: Callbacks
+    sampling: State
+    before_save: Callable[[], object]
+
+    def files(self, state: State, random_states: list[RandomState] | None) -> dict[str, State]:
+        """Return the state of each file; on the main rank.
+
+        Args:
+            state: of :attr:`train_step`, gathered.
+            random_states: of all ranks, within an epoch; None at its end.
+        """
+        averages, training = self.train_step.averages, dict(state)
+        files = {"model": training.pop("model"), "training": training}
+        training |= {
+            "progress": self.progress.state(),
+            "random_states": random_states,
+            "sampling": self.sampling,
+            "callbacks": self.callbacks.state(),
+        }
+        if "loss_parameters" in training:
+            files["loss_parameters"] = training.pop("loss_parameters")
+        if averages is not None and averages.active:
+            files["averaged"] = averages.weights()
+        return files
+
+    def restore(self, stored: StoredCheckpoint, ctx: RunContext) -> None:
+        """Continue from the :meth:`files` of a checkpoint.
+
+        Raises:
+            CheckpointError: it belongs to other data or another model.
+        """
+        train_step, progress, saved = self.train_step, self.progress, stored.read("training")
+        _check_same_samples(stored.folder, saved["sampling"], self.sampling)
+        train_step.restore({**saved, **stored.weights()}, source=str(stored.folder))
+        progress.restore(saved["progress"])
+        self.callbacks.restore(saved.get("callbacks", {}))
+        if progress.taken:
+            if len(saved["random_states"]) == ctx.world_size:
+                restore_random_state(saved["random_states"][ctx.rank], ctx.device)
+            else:
+                seed_rank(ctx.device, ctx.seed, "resumed", train_step.steps_done, ctx.rank)
+        within = f", {progress.taken} steps into the next one" if progress.taken else ""
+        ctx.print(f"fit: resumes after epoch {progress.epoch}{within}")
+
+
+def _check_same_samples(folder: Path, then: State, now: State) -> None:
+    """Refuse a checkpoint whose position in an epoch means other samples than it does now."""
+    changed = [
+        f"{name} {then[name] or 'a permutation'} then, {now[name] or 'a permutation'} now"
+        for name in now
+        if then[name] != now[name]
+    ]
+    if changed:
+        raise CheckpointError(
+            f"the checkpoint {folder} was made with other samples in its steps: "
+            + "; ".join(changed),
+            allowed="the same data set, seed, and samples in an optimizer step (with "
+            "train.batch_size_per_device: the same number of ranks and accumulation steps)",
+            do="launch as before, or with resume='never'",
+        )
 
 
 class CheckpointManager(SaveTimes):
@@ -64,7 +374,7 @@ class CheckpointManager(SaveTimes):
         self._best: _BestWeights | None = None
         self._writing: _BestWeights | None = None
         self._best_weights: State | None = None  # as long as this process has them
-        self._saved = (-1, -1)
+        self._position = (-1, -1)  # step and epoch of the last state that was written
         self._best_written_at, self._state_bytes = 0.0, 0
 
     def __enter__(self) -> CheckpointManager:
@@ -89,22 +399,49 @@ class CheckpointManager(SaveTimes):
             return 0.0
         return 1.0 + 2 * (self._writer.seconds or self._state_bytes / _SLOW_DISK)
 
-    def save(self, parts: Callable[[], Mapping[str, State]], step: int, about: State) -> None:
-        """Copy a state and start to write it; the training waits for the copy only.
+    def save(self, fit: Resumable, *, within_epoch: bool) -> None:
+        """Copy the state of a fit and start to write it; the training waits for the copy only.
+
+        All ranks call it. A second call at the same step and epoch writes nothing.
 
         Args:
-            parts: makes the state, by file; called on the main rank only.
-            step: optimizer steps done.
-            about: for the manifest; a second call at the same step and ``epoch`` does nothing.
+            fit: what is saved.
+            within_epoch: whether the epoch has steps left: only then the states of the random
+                generators are needed.
         """
-        position = step, about["epoch"]
-        if not self.enabled or position == self._saved or not self._ctx.is_main:
+        if not self.enabled:
+            return
+        ctx, train_step, progress = self._ctx, fit.train_step, fit.progress
+        strategy, state = train_step.strategy, None
+        states = gather_random_states(ctx.device, ctx.world_size) if within_epoch else None
+        if strategy.gathers:
+            self.finish_writing()  # rank 0 then has the memory of one whole state
+            state = strategy.gathered(train_step.state())
+        step, position = train_step.steps_done, (train_step.steps_done, progress.epoch)
+        if position == self._position or not ctx.is_main:
             return
         self.saved()
         self.finish_writing()
         if self._best is None:  # else the state would name a best epoch that is not on disk
-            self._saved = position
-            self._writer.put("step", step, self._state_copy.update(parts()), about)
+            self._position = position
+            fit.before_save()
+            files = fit.files(train_step.state() if state is None else state, states)
+            about = {"epoch": progress.epoch, "taken": progress.taken, "values": progress.values}
+            self._writer.put("step", step, self._state_copy.update(files), about)
+
+    def resume(self, fit: Resumable) -> None:
+        """Continue from the newest undamaged checkpoint, if there is one; all ranks call it.
+
+        Raises:
+            CheckpointError: all checkpoints are damaged, the newest one does not fit, or the disk
+                has too little space for new ones.
+        """
+        stored = self._latest()
+        self._check_space(*estimate_bytes(fit.train_step))
+        if self._ctx.is_main:
+            fit.callbacks.check_states()
+        if stored is not None:
+            fit.restore(stored, self._ctx)
 
     def finish_writing(self) -> None:
         """Wait until everything kept so far is written; the memory of a written state is free."""
@@ -145,7 +482,7 @@ class CheckpointManager(SaveTimes):
             return None
         return None if stored is None else stored.weights()
 
-    def check_space(self, weights: int, state: int) -> None:
+    def _check_space(self, weights: int, state: int) -> None:
         """Check before the first step that the checkpoints fit on the disk.
 
         Args:
@@ -171,7 +508,7 @@ class CheckpointManager(SaveTimes):
                 "checkpoint.enabled: false",
             )
 
-    def latest(self) -> StoredCheckpoint | None:
+    def _latest(self) -> StoredCheckpoint | None:
         """The newest undamaged checkpoint, the same on all ranks; None: there is none.
 
         Raises:
@@ -220,7 +557,7 @@ class CheckpointManager(SaveTimes):
         if kind == "best":
             self._best = self._best or self._writing
         else:
-            self._saved = (-1, -1)
+            self._position = (-1, -1)
 
 
 class AsyncCheckpointWriter:

@@ -7,23 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from nbtoolkit.errors import CannotPickle, FitError
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.run.serialization import add_note, pack_value
-from nbtoolkit.training.loading.data import Batch, Collate, float_type, make_source
-from nbtoolkit.training.loading.epoch_order import EpochOrder, make_order, take_apart
-from nbtoolkit.training.loading.loader import (
+from nbtoolkit.training.data import Batch, Collate, make_source, take_apart
+from nbtoolkit.training.loader import (
     MapTrainLoader,
     StreamTrainLoader,
     TrainLoader,
     is_stream,
 )
-from nbtoolkit.training.loading.sampler import Passes
 from nbtoolkit.training.metrics import Meter, Metric
 from nbtoolkit.training.model import broadcast_buffers, half_precision
+from nbtoolkit.training.samples import EpochOrder, Passes, make_order
 from nbtoolkit.worker.collectives import Rows, gather_on_all, in_order
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ def make_evaluation_loader(
 
     Args:
         ctx: the run's context.
-        data: what :func:`~nbtoolkit.training.loading.data.make_source` takes, or an iterable that
+        data: what :func:`~nbtoolkit.training.data.make_source` takes, or an iterable that
             is the same on all ranks: each reads all of it, and makes batches of its part only; or
             a ``DataLoader`` of either.
         batch_size: samples of this rank in one batch, at most; default: four times the plan's.
@@ -77,18 +76,15 @@ def make_evaluation_loader(
     import torch
 
     size = batch_size or _LARGER * ctx.plan.batch_size_per_device
-    dtype = float_type(model)
-    feed = take_apart(data, collate=collate, workers=workers, dtype=dtype)
-    data, collate, workers = feed.data, feed.collate, feed.workers
+    feed = take_apart(data, collate=collate, model=model)
+    data, collate = feed.data, feed.collate
     ranks = ctx.world_size
     passes = Passes(size=size * ranks, batch=size * ranks, micro=size, rank=ctx.rank, ranks=ranks)
     if is_stream(data):
         return EvaluationLoader(
             StreamTrainLoader(data, passes, ctx.device, seed=ctx.seed, collate=collate, name=name)
         )
-    source = make_source(
-        data, ctx.device, collate=collate, workers=workers, seed=ctx.seed, dtype=dtype
-    )
+    source = make_source(feed, ctx.device, workers=workers, seed=ctx.seed)
     if len(source) == 0:
         raise FitError(
             f"the {name} set is empty",
@@ -264,26 +260,15 @@ def check_context(ctx: object, function: str) -> None:
 def forward_pair(model: torch.nn.Module, batch: Batch) -> tuple[Batch, Batch]:
     """The default step: a batch is a pair (inputs, targets)."""
     if not _is_pair(batch):  # two rows, or keys, would unpack
-        raise _not_a_pair(batch)
+        parts = f" of {len(batch)} parts" if isinstance(batch, (tuple, list)) else ""
+        raise FitError(
+            f"a batch is not a pair (inputs, targets) but a {type(batch).__name__}{parts}",
+            allowed="data sets of pairs, whose inputs may be a tuple; or your own step",
+            do="let the collate function, or the data set, return ((x, lengths), y); or pass "
+            "step=lambda model, batch: (model(batch['x']), batch['y']) to fit",
+        )
     inputs, targets = batch
     return model(inputs), targets
-
-
-def _not_a_pair(batch: Batch) -> FitError:
-    what = f"a batch is not a pair (inputs, targets) but a {type(batch).__name__}"
-    if isinstance(batch, (tuple, list)) and len(batch) > 2:
-        return FitError(
-            f"{what} of {len(batch)} parts",
-            allowed="data sets of pairs, whose inputs may be a tuple; or your own step",
-            do="let the collate function, or the data set, return ((x, lengths), y): the model's "
-            "forward gets the tuple (x, lengths); or pass step=lambda model, batch: "
-            "(model(*batch[:-1]), batch[-1]) to fit",
-        )
-    return FitError(
-        what,
-        allowed="data sets of pairs, or your own step",
-        do="pass step=lambda model, batch: (model(batch['x']), batch['y']) to fit",
-    )
 
 
 def forward_inputs(model: torch.nn.Module, batch: Batch) -> tuple[Batch, None]:
@@ -372,46 +357,23 @@ class _KeptPredictor:
         return self._predict(test)
 
 
+@dataclass(frozen=True)
 class ModelPredictor:
-    """Predicts with a trained model, by :func:`nbtoolkit.predict`.
+    """Predicts with a trained model, by :func:`nbtoolkit.predict`; see there.
 
-    Args:
+    Attributes:
         model: with the weights to predict with.
         step: the user's own step, as ``fit`` takes it; None: the default.
-        collate: as for ``fit``.
-        train_data: as for ``fit``; the collate of a ``DataLoader`` is kept, and the shape of the
-            rows, for an error.
+        collate: makes a batch from a list of samples; None: torch's.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        step: Forward | None,
-        collate: Collate | None,
-        train_data: object,
-    ) -> None:
-        feed = take_apart(train_data, collate=collate, workers=0)
-        self._model, self._step, self._collate = model, step, feed.collate
-        self._row = _row_shape(feed.data)
+    model: torch.nn.Module
+    step: Forward | None
+    collate: Collate | None
 
     def __call__(self, fold_run: Any, test: object) -> Batch:
-        """Return the model's outputs for the test set.
-
-        Raises:
-            FitError: the model fails, and the rows have another shape than in training.
-        """
-        try:
-            return predict(fold_run.ctx, self._model, test, step=self._step, collate=self._collate)
-        except Exception as error:
-            row = _row_shape(test)
-            if row is None or self._row is None or row == self._row:
-                raise
-            raise FitError(
-                f"the rows of the test set have the shape {row}, those of the training set "
-                f"{self._row}: {error}",
-                allowed="a test set prepared as the training set was",
-                do="select the same columns (or sizes) in the same order",
-            ) from error
+        """Return the model's outputs for the test set."""
+        return predict(fold_run.ctx, self.model, test, step=self.step, collate=self.collate)
 
 
 class _NoPredictor:
@@ -427,12 +389,3 @@ class _NoPredictor:
             do="cv.predict(test, predict=lambda run, test: "
             "nb.predict(run.ctx, run.load_into(make_model()), test))",
         )
-
-
-def _row_shape(data: object) -> tuple[int, ...] | None:
-    """The shape of one row of the inputs; None if ``data`` are no arrays."""
-    if isinstance(data, tuple) and data:
-        data = data[0]
-    if isinstance(data, Mapping) or not hasattr(data, "shape"):
-        return None
-    return tuple(data.shape[1:])

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from nbtoolkit.training.loading.data import TORCHS_IGNORED
+from nbtoolkit.training.data import TORCHS_IGNORED
 
 if TYPE_CHECKING:
     from nbtoolkit.training.losses import Labels

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.hooks import RemovableHandle
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.training.loading.data import Batch
+    from nbtoolkit.training.data import Batch
     from nbtoolkit.worker.context import RunContext
 
 BatchNorm: TypeAlias = Any
@@ -197,6 +198,74 @@ def _distributed(ctx: RunContext, model: nn.Module) -> DistributedDataParallel:
     if "forward_sync_buffers" in signature(DistributedDataParallel).parameters:  # since torch 2.13
         options["forward_sync_buffers"] = options.pop("broadcast_buffers")
     return DistributedDataParallel(model, device_ids=device_ids, **options)
+
+
+# --- batch norms, which need two values of a channel in training ---
+
+
+_SINGLE_SAMPLE = "Expected more than 1 value per channel when training"
+_ALLOWED_SHARES = (
+    "two samples or more in every forward pass of a rank, or a model without batch norms"
+)
+_WITHOUT_REST = "set train.drop_last: true, which leaves out the uneven last step of each epoch"
+_LARGER_SHARES = (
+    "set a larger train.batch_size, or fewer ranks or train.gradient_accumulation_steps"
+)
+
+
+def smallest_share(model: nn.Module) -> int:
+    """The samples that a forward pass of ``model`` should have at least: 2 with batch norms."""
+    return 2 if _norms_of_a_rank(model) else 1
+
+
+def refuse_single_samples(model: nn.Module, single: str) -> None:
+    """Let the first forward pass fail where a single sample would fail in a later one.
+
+    A batch norm of images has many values of a channel in one sample; the first inputs of each
+    layer show which have one. Compiled layers call no hook: :func:`single_sample_fault` remains.
+
+    Args:
+        model: as it is trained.
+        single: where an epoch has a forward pass of one sample; "": nowhere.
+    """
+    for layer in _norms_of_a_rank(model) if single else ():
+        handles: list[RemovableHandle] = []
+        handles.append(
+            layer.register_forward_pre_hook(partial(_check_first_inputs, handles, single))
+        )
+
+
+def _norms_of_a_rank(model: nn.Module) -> list[nn.Module]:
+    """The batch norms of a model, without those that have the samples of all ranks."""
+    import torch.distributed as dist
+    from torch.nn import SyncBatchNorm
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    return [layer for layer in layers if alone or not isinstance(layer, SyncBatchNorm)]
+
+
+def _check_first_inputs(
+    handles: list[RemovableHandle], single: str, layer: nn.Module, inputs: tuple[Tensor, ...]
+) -> None:
+    handles.pop().remove()
+    shape = inputs[0].shape
+    if layer.training and shape.numel() == shape[0] * shape[1]:
+        raise FitError(
+            f"the model has batch norms over the samples ({type(layer).__name__}), and {single}",
+            allowed=_ALLOWED_SHARES,
+            do=_WITHOUT_REST if "last step" in single else _LARGER_SHARES,
+        )
+
+
+def single_sample_fault(error: Exception) -> FitError | None:
+    """The error to raise where a batch norm got one sample; None: ``error`` is another."""
+    if _SINGLE_SAMPLE not in str(error):
+        return None
+    return FitError(
+        f"a batch norm got a single sample: {error}", allowed=_ALLOWED_SHARES, do=_WITHOUT_REST
+    )
 
 
 # --- channels last ---

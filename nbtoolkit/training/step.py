@@ -2,46 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from nbtoolkit.errors import CheckpointError
+from nbtoolkit.errors import CheckpointError, some_names
 from nbtoolkit.run.checkpoints.weights import load_weights
 from nbtoolkit.run.serialization import add_note
-from nbtoolkit.training.batch_norm import single_sample_fault
-from nbtoolkit.training.fsdp import Fsdp
-from nbtoolkit.training.loading.sampler import MicroBatch
-from nbtoolkit.training.losses import BatchLoss, check_labels, on_device, training_pass
+from nbtoolkit.training.averaging import make_averages
+from nbtoolkit.training.losses import (
+    BatchLoss,
+    Computed,
+    ReducedLoss,
+    check_labels,
+    check_shapes,
+    loss_parameters,
+    on_device,
+    trained_loss,
+    training_pass,
+)
 from nbtoolkit.training.model import (
     autocast,
     broadcast_buffers,
+    grad_scaler,
     prepare_model,
+    single_sample_fault,
     to_channels_last,
 )
-from nbtoolkit.training.optim.averaging import make_averages
-from nbtoolkit.training.optim.loss_parameters import loss_parameters, trained_loss
-from nbtoolkit.training.optim.optimizer import GivenOptimizer, make_user_optimizer
-from nbtoolkit.training.optim.schedule import GivenSchedule, Schedule, make_schedule
-from nbtoolkit.training.optim.scheduled import ScheduledOptimizer
-from nbtoolkit.training.reduction import Computed, ReducedLoss, StepWeights
-from nbtoolkit.training.shapes import check_shapes
-from nbtoolkit.training.strategy import (
-    Strategy,
-    average_gradients,
-    refuse_unused,
-    scale_gradients,
+from nbtoolkit.training.optim import (
+    GivenOptimizer,
+    GivenSchedule,
+    Schedule,
+    make_optimizer,
+    make_schedule,
+    set_rate,
 )
+from nbtoolkit.training.samples import MicroBatch
+from nbtoolkit.training.strategy import Fsdp, Strategy, refuse_unused
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.distributed import Work
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.training.loading.data import Batch
+    from nbtoolkit.run.checkpoints.checkpoint_store import State
+    from nbtoolkit.training.data import Batch
     from nbtoolkit.training.losses import Labels, Loss
-    from nbtoolkit.training.train_state import State
     from nbtoolkit.worker.context import RunContext
 
 Forward: TypeAlias = "Callable[[nn.Module, Any], tuple[Any, Any]]"
@@ -68,6 +76,68 @@ class Recipe:
     targets: Labels | None = None
 
 
+class StepWeights:
+    """The weights of the micro-batches of a step whose loss is a mean over weights.
+
+    Args:
+        device: of the weights.
+        ranks: the number of ranks.
+    """
+
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        self._device, self._ranks = device, ranks
+        self._samples = 0
+        self._weights: list[Tensor] = []
+        self._sums: Tensor | None = None
+        self._work: Work | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._weights)
+
+    def add(self, loss: BatchLoss, samples: int) -> Tensor:
+        """Add a micro-batch; returns its weight, a scalar that :meth:`factor` multiplies."""
+        import torch
+
+        weight = torch.as_tensor(loss.weight, device=self._device).double()
+        self._samples += samples
+        self._weights.append(weight)
+        return weight
+
+    def begin_sum(self) -> None:
+        """Begin to sum the weights over the ranks; all of them call it."""
+        import torch
+        import torch.distributed as dist
+
+        if self._ranks == 1 and not self._weights:
+            return
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if self._weights:
+            self._sums[0] += torch.stack(self._weights).sum()
+            self._sums[1] += self._samples
+        if self._ranks > 1:
+            self._work = dist.all_reduce(self._sums, async_op=True)
+
+    def factor(self) -> Tensor | None:
+        """What makes the gradients of the step those of the mean over its weights.
+
+        The weights of the micro-batches are multiplied by it, so that they sum to the samples: all
+        samples count equally in reports, as if one device returned the loss of the step. None: the
+        step has one part. Called by all ranks.
+        """
+        import torch
+
+        if self._work is not None:
+            self._work.wait()
+        if self._sums is None:
+            return None
+        weight, samples = self._sums
+        factor = torch.where(weight == 0, 0, samples / weight)
+        for one in self._weights:
+            one *= factor
+        self._samples, self._weights, self._sums, self._work = 0, [], None, None
+        return factor
+
+
 class TrainStep:
     """A model, its optimizer and its averages, and how they make a step with the other ranks.
 
@@ -83,7 +153,11 @@ class TrainStep:
         model: the model as a step calls it: compiled, and wrapped on several ranks.
         loss: the user's, with its tensors on this rank's device.
         forward: the user's, on images in channels-last format where ``config`` says so.
-        scheduled: the optimizer with its schedule.
+        optimizer: of the model's parameters, and those of a loss that is trained.
+        schedule: the learning rate of every step.
+        rate: the learning rate of the last step.
+        grad_norm: the gradient's norm before clipping when it was last measured, a scalar; None: it
+            was not.
         averages: of its weights; None without averaging.
         strategy: how the ranks share the training.
         steps: optimizer steps of the whole run.
@@ -107,8 +181,16 @@ class TrainStep:
         self.loss_module = trained_loss(ctx, self.module, self.loss)
         if self.loss_module is not None:  # as DDP does: all start with rank 0's
             self.strategy.load_on_all_ranks(self.loss_module, None)
-        self.scheduled = self._make_optimizer(ctx, config, recipe)
+        self.optimizer = make_optimizer(config, self.module, recipe.optimizer, self.loss_module)
+        self.schedule = self._make_schedule(ctx, config, recipe)
         self.strategy.bind(self.optimizer)
+        self._scaler = grad_scaler(ctx, config)
+        self.rate = self.schedule.rate
+        self.grad_norm: Tensor | None = None
+        self._max_norm: float | None = config.train.max_grad_norm
+        groups = self.optimizer.param_groups
+        self._optimized = [parameter for group in groups for parameter in group["params"]]
+        self._names = self._names_of(self._optimized)
         named = self.module.named_parameters()
         self._named = {name: weight for name, weight in named if weight.requires_grad}
         self._loss_parameters = [*loss_parameters(self.module, self.loss_module).values()]
@@ -132,47 +214,23 @@ class TrainStep:
         self._weights = StepWeights(ctx.device, ctx.world_size)
         self.averages = make_averages(config, self.module, steps=steps, factor=ctx.plan.lr_factor)
 
-    def _make_optimizer(
-        self, ctx: RunContext, config: Config, recipe: Recipe
-    ) -> ScheduledOptimizer:
-        """Make :attr:`scheduled`."""
+    def _make_schedule(self, ctx: RunContext, config: Config, recipe: Recipe) -> Schedule:
         given = recipe.optimizer
-        optimizer = make_user_optimizer(config, self.module, given, self.loss_module)
-        schedule = make_schedule(
+        return make_schedule(
             config,
-            optimizer,
+            self.optimizer,
             recipe.schedule,
             steps=self.steps,
             factor=ctx.plan.lr_factor,
             from_config=given is None or isinstance(given, type),
         )
-        return ScheduledOptimizer(optimizer, schedule, ctx, config, self.strategy, self._names())
 
-    def _names(self) -> dict[nn.Parameter, str]:
-        """Return the name of each parameter of the model, and of a loss that is trained."""
+    def _names_of(self, parameters: list[nn.Parameter]) -> list[str]:
+        """Return the names of parameters of the model, or of a loss that is trained."""
         of_loss = [] if self.loss_module is None else self.loss_module.named_parameters()
         names = {parameter: f"loss:{name}" for name, parameter in of_loss}
-        return names | {parameter: name for name, parameter in self.module.named_parameters()}
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer."""
-        return self.scheduled.optimizer
-
-    @property
-    def schedule(self) -> Schedule:
-        """The optimizer's schedule."""
-        return self.scheduled.schedule
-
-    @property
-    def rate(self) -> float:
-        """The learning rate of the last step."""
-        return self.scheduled.rate
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The gradient's norm before clipping when it was last measured; None: it was not."""
-        return self.scheduled.norm
+        names |= {parameter: name for name, parameter in self.module.named_parameters()}
+        return [names[parameter] for parameter in parameters]
 
     def step(self, batch: Batch, micro_batch: MicroBatch, *, measure_norm: bool) -> BatchLoss:
         """Forward and backward pass of a micro-batch, and the optimizer's step after the last one.
@@ -221,7 +279,10 @@ class TrainStep:
 
         try:
             with torch.no_grad():
-                return self._evaluated(self.evaluated_module, batch, samples)
+                records = not self.reduced_loss.whole_batches
+                computed = self._compute(self.evaluated_module, batch, records=records)
+                loss = self.reduced_loss.reduce(computed, samples)
+                return computed.outputs, computed.targets, loss
         except Exception as error:
             add_note(error, f"in the validation after optimizer step {self.steps_done} of nb.fit")
             raise
@@ -240,7 +301,7 @@ class TrainStep:
         takes 17 such steps, almost in a row. On one rank torch's loss of a batch whose targets are
         all ignored is NaN, and its gradient 0.
         """
-        scaler = self.scheduled.scaler
+        scaler = self._scaler
         if scaler.is_enabled():
             return scaler.get_scale() >= 1.0
         return self._ranks == 1 and all(bool(one.isfinite().all()) for one in self._parameters)
@@ -251,16 +312,14 @@ class TrainStep:
         if self.averages is not None:
             broadcast_buffers(self.averages.module, self._ranks)
 
-    def close(self) -> None:
-        """Leave the whole, plain model on each rank; all ranks call it, after the last step."""
-        self.strategy.close()
-
     def state(self) -> State:
         """What a resumed run needs, as :meth:`Strategy.gathered` takes it."""
         state = {
             "model": self.module.state_dict(),
             "step": self.steps_done,
-            **self.scheduled.state(),
+            "optimizer": by_name(self.optimizer.state_dict(), self._names),
+            "scaler": self._scaler.state_dict(),
+            "schedule": self.schedule.state(),
         }
         if self.loss_module is not None:
             state["loss_parameters"] = self.loss_module.state_dict()
@@ -272,10 +331,7 @@ class TrainStep:
         Raises:
             CheckpointError: it is another model's, or not of :meth:`state`.
         """
-        needed = {"step", *self.scheduled.state()}
-        if self.loss_module is not None:
-            needed.add("loss_parameters")
-        if missing := (needed if self.averages is None else needed | {"averages"}) - state.keys():
+        if missing := self.state().keys() - state.keys():
             raise CheckpointError(
                 f"the checkpoint {source} was not written by fit: {', '.join(sorted(missing))} is "
                 "missing",
@@ -285,14 +341,12 @@ class TrainStep:
         load_weights(state, self.module, source=source)
         if self.loss_module is not None:
             load_weights(state["loss_parameters"], self.loss_module, source=source)
-        self.scheduled.restore(state)
+        self.optimizer.load_state_dict(by_number(state["optimizer"], self._names))
+        self._scaler.load_state_dict(state["scaler"])
+        self.schedule.restore(state["schedule"])
         if self.averages is not None:
             self.averages.restore(state["averages"], source=source)
         self.steps_done = state["step"]
-
-    def end_epoch(self, value: float) -> None:
-        """Report an epoch's monitored value to the schedule."""
-        self.schedule.end_epoch(value)
 
     def weights(self) -> State:
         """The weights that were evaluated, and those of a loss that is trained."""
@@ -314,7 +368,7 @@ class TrainStep:
         weighted, weight = self._weighted(loss, micro_batch)
         if micro_batch.last and self._divides_by_weights(loss):
             self._weights.begin_sum()  # the ranks exchange them during the backward pass
-        self.scheduled.scaler.scale(weighted).backward()
+        self._scaler.scale(weighted).backward()
         return BatchLoss(loss.mean.detach(), weight)
 
     def _loss(self, batch: Batch, micro_batch: MicroBatch) -> BatchLoss:
@@ -330,13 +384,6 @@ class TrainStep:
             if not reduced_loss.records:
                 computed = computed._replace(calls=())
         return reduced_loss.reduce(computed, micro_batch.rows)
-
-    def _evaluated(
-        self, model: Callable[..., Any], batch: Batch, samples: int
-    ) -> tuple[Batch, Batch, BatchLoss]:
-        """See :meth:`evaluate`."""
-        computed = self._compute(model, batch, records=not self.reduced_loss.whole_batches)
-        return computed.outputs, computed.targets, self.reduced_loss.reduce(computed, samples)
 
     def _compute(self, model: Callable[..., Any], batch: Batch, *, records: bool) -> Computed:
         """A forward pass and its loss.
@@ -390,7 +437,7 @@ class TrainStep:
         return not isinstance(loss.weight, float) and not self.reduced_loss.all_must_count
 
     def _optimize(self, measure_norm: bool) -> None:
-        """The optimizer's step, at the schedule's learning rate."""
+        """The optimizer's step with the present gradients, at the schedule's learning rate."""
         if self._must_be_used:
             refuse_unused(self._named)
         if self._loss_parameters:
@@ -398,10 +445,97 @@ class TrainStep:
         factor = self._weights.factor()
         if factor is not None:
             scale_gradients(self._parameters, factor)
+        self._scaler.unscale_(self.optimizer)
+        if self._max_norm is not None:
+            self.grad_norm = self.strategy.clip(self._optimized, self._max_norm)
+        elif measure_norm:
+            self.grad_norm = self.strategy.grad_norm(self._optimized)
+        self.schedule.begin_step(self.steps_done)
         rate = None if self.averages is None else self.averages.rate(self.steps_done)
-        self.scheduled.apply(self.steps_done, measure_norm=measure_norm, rate=rate)
+        if rate is not None:
+            set_rate(self.optimizer, rate)
+        self.rate = self.schedule.rate
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        self.schedule.end_step()
         for parameter in self._parameters:  # what zero_grad does, in 0.3 instead of 6 us
             parameter.grad = None
         self.steps_done += 1
         if self.averages is not None:
             self.averages.update()
+
+
+# --- gradients ---
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
+    """Multiply the gradients by ``factor``, a scalar."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad *= factor.to(parameter.grad.device)
+
+
+def average_gradients(parameters: Sequence[nn.Parameter], ranks: int) -> None:
+    """Replace gradients by their mean over the ranks, in one all-reduce.
+
+    A parameter without a gradient counts as zero; without one on any rank it keeps none.
+    """
+    if ranks == 1:
+        return
+    import torch
+    import torch.distributed as dist
+
+    grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
+    unused = [one.grad is None for one in parameters]
+    present = torch.tensor([not one for one in unused]).to(grads[0])
+    flat = torch.cat([present, *(grad.flatten() for grad in grads)])
+    dist.all_reduce(flat)
+    sizes = [one.numel() for one in parameters]
+    present, *means = flat.split([len(parameters), *sizes])
+    torch._foreach_div_(means, ranks)
+    used = present.tolist() if any(unused) else None  # waits for the device
+    for number, (one, grad, mean) in enumerate(zip(parameters, grads, means, strict=True)):
+        if used is None or used[number]:
+            one.grad = grad.copy_(mean.view_as(grad))
+
+
+# --- the state of an optimizer, by the names of its parameters ---
+
+
+def by_name(state: State, names: Sequence[str]) -> State:
+    """Return an optimizer's ``state_dict`` with parameters by name in place of their numbers.
+
+    Args:
+        state: as the optimizer returns it.
+        names: of the parameters, in the order of their numbers.
+    """
+    named = [
+        {**group, "params": [names[n] for n in group["params"]]} for group in state["param_groups"]
+    ]
+    # An optimizer of the user's may keep more under names of its own.
+    values = {
+        names[key] if isinstance(key, int) else key: value for key, value in state["state"].items()
+    }
+    return {**state, "state": values, "param_groups": named}
+
+
+def by_number(state: State, names: Sequence[str]) -> State:
+    """Undo :func:`by_name`, for an optimizer whose parameters have these names.
+
+    Raises:
+        CheckpointError: the state is of other parameters.
+    """
+    numbers = {name: number for number, name in enumerate(names)}
+    saved = {name for group in state["param_groups"] for name in group["params"]}
+    if different := sorted(saved ^ numbers.keys()):
+        raise CheckpointError(
+            f"the checkpoint's optimizer trained other parameters: {some_names(different)}",
+            allowed="an optimizer over the same parameters, by name",
+            do="freeze the same parameters as before, or launch with resume='never'",
+        )
+    groups = [
+        {**group, "params": sorted(numbers[name] for name in group["params"])}
+        for group in state["param_groups"]
+    ]
+    values = {numbers.get(name, name): value for name, value in state["state"].items()}
+    return {**state, "state": values, "param_groups": groups}

@@ -1,23 +1,33 @@
-"""How the ranks of a fit share the training of one model; the base class is DDP, or one process."""
+"""How the ranks of a fit share the training of a model: one process, DDP, DataParallel, FSDP."""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
-from nbtoolkit.errors import FitError, some_names
-from nbtoolkit.training.model import wrap_model
+from nbtoolkit.errors import FitError, PlanError, some_names
+from nbtoolkit.training.model import (
+    batch_norms,
+    broadcast_buffers,
+    find_blocks,
+    half_precision,
+    wrap_model,
+)
 from nbtoolkit.worker.collectives import broadcast
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.training.train_state import State
+    from nbtoolkit.run.checkpoints.checkpoint_store import State
     from nbtoolkit.worker.context import RunContext
 
 _COMPILERS = ("torch._dynamo", "torch._inductor")
@@ -70,11 +80,13 @@ class Strategy:
 
     def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm``; return their norm before."""
-        return clip(parameters, max_norm)
+        import torch
+
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def grad_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Return the norm of the gradients."""
-        return grad_norm(parameters)
+        return total_norm([one.grad for one in parameters if one.grad is not None])
 
     def translated(
         self, error: Exception, parameters: Mapping[str, nn.Parameter]
@@ -122,18 +134,6 @@ class Strategy:
         """Leave the whole, plain model on each rank; called by all of them at the end."""
 
 
-def clip(parameters: list[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients down to ``max_norm``; returns their norm before."""
-    import torch
-
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-
-
-def grad_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """The norm of the gradients."""
-    return total_norm([item.grad for item in parameters if item.grad is not None])
-
-
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the norm of all numbers of ``gradients`` together."""
     import torch  # torch.nn.utils.get_total_norm is public from torch 2.7 on only
@@ -144,37 +144,6 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
         return total
 
     return norm(torch.stack([norm(gradient) for gradient in gradients]))
-
-
-def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
-    """Multiply the gradients by ``factor``, a scalar."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad *= factor.to(parameter.grad.device)
-
-
-def average_gradients(parameters: Sequence[nn.Parameter], ranks: int) -> None:
-    """Replace gradients by their mean over the ranks, in one all-reduce.
-
-    A parameter without a gradient counts as zero; without one on any rank it keeps none.
-    """
-    if ranks == 1:
-        return
-    import torch
-    import torch.distributed as dist
-
-    grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-    unused = [one.grad is None for one in parameters]
-    present = torch.tensor([not one for one in unused]).to(grads[0])
-    flat = torch.cat([present, *(grad.flatten() for grad in grads)])
-    dist.all_reduce(flat)
-    sizes = [one.numel() for one in parameters]
-    present, *means = flat.split([len(parameters), *sizes])
-    torch._foreach_div_(means, ranks)
-    used = present.tolist() if any(unused) else None  # waits for the device
-    for number, (one, grad, mean) in enumerate(zip(parameters, grads, means, strict=True)):
-        if used is None or used[number]:
-            one.grad = grad.copy_(mean.view_as(grad))
 
 
 # --- errors ---
@@ -235,3 +204,474 @@ def _names_in(text: str, names: Sequence[str]) -> list[str]:
     """The names behind "Parameter indices which did not receive grad for rank 1: 2 3"."""
     match = re.search(r"Parameter indices which did not receive grad for rank \d+:([ \d]+)", text)
     return [names[int(index)] for index in match[1].split()] if match else []
+
+
+# --- FSDP ---
+
+# FSDP2 (``torch.distributed.fsdp.fully_shard``), for ``nb.fit`` and ``ctx.prepare``. accelerate's
+# plugin for FSDP is not used: on the CPU it trains with DDP, and does not say so (accelerate 1.15).
+# The parameters are DTensors: each rank holds a part of their rows. Names and order of the
+# parameters do not change. A checkpoint has whole tensors, as one process writes it: each rank
+# gives its part, one tensor after the other, and rank 0 keeps them in CPU memory. See
+# https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+
+
+# Their state has other shapes than the parameters, or a step needs whole matrices.
+_NOT_SHARDED = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+_NOT_THROUGH_FORWARD = (
+    "got mixed torch.Tensor and DTensor",
+    "FSDP requires running forward through the root module first",
+)
+
+
+class OutsideForward(FitError, AttributeError):
+    """A step uses a part of a sharded model, whose weights are gathered in its forward only."""
+
+
+class Fsdp(Strategy):
+    """Each rank keeps a part of weights, gradients and optimizer state: ``strategy: fsdp``.
+
+    Saving and loading are collectives; files are those of one process.
+    """
+
+    gathers = True
+
+    def wrap(self, module: nn.Module, *, steps: int) -> nn.Module:
+        """See :meth:`Strategy.wrap`; shards ``module`` in place.
+
+        Raises:
+            FitError: FSDP cannot shard it.
+        """
+        super().load_on_all_ranks(module, None)  # as DDP does: all start with rank 0's weights
+        self._module = module
+        self._sharded = ShardedModule(self._ctx, module)
+        if not self._sharded.units:
+            self._ctx.print(
+                "fit: fsdp gathers the whole model in each pass: it has no layers of one class "
+                "that repeat"
+            )
+        return forward_only(module)
+
+    def bind(self, optimizer: torch.optim.Optimizer) -> None:
+        """See :meth:`Strategy.bind`.
+
+        Raises:
+            FitError: its state cannot be sharded.
+        """
+        kind = type(optimizer).__name__
+        if kind in _NOT_SHARDED:
+            raise FitError(
+                f"the optimizer is {kind}, whose state distributed.strategy: fsdp cannot shard",
+                allowed="optimizers that keep their state per weight: SGD, Adam, AdamW, RMSprop",
+                do="set optim.name: adamw, or distributed.strategy: ddp",
+            )
+        prepare_optimizer(optimizer)
+
+    def no_sync(self, model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+        """See :meth:`Strategy.no_sync`; gradients are whole on each rank in such a pass."""
+        root = cast("FSDPModule", self._module)
+
+        @contextmanager
+        def held() -> Iterator[None]:
+            root.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                root.set_requires_gradient_sync(True)
+
+        return held
+
+    def clip(self, parameters: list[nn.Parameter], max_norm: float) -> Tensor:
+        """See :meth:`Strategy.clip`.
+
+        torch's ``clip_grad_norm_`` would exchange numbers on the gradients' device, which with
+        offload is the CPU: NCCL cannot.
+        """
+        import torch
+
+        norm = self.grad_norm(parameters)
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        gradients = _local_gradients(parameters)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        return norm
+
+    def grad_norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        """See :meth:`Strategy.grad_norm`."""
+        import torch.distributed as dist
+
+        squared = total_norm(_local_gradients(parameters)).to(self._ctx.device) ** 2
+        dist.all_reduce(squared, group=self._sharded.group)
+        return squared.sqrt()
+
+    def translated(
+        self, error: Exception, parameters: Mapping[str, nn.Parameter]
+    ) -> FitError | None:
+        """See :meth:`Strategy.translated`."""
+        if isinstance(error, OutsideForward):
+            return error
+        if any(text in str(error) for text in _NOT_THROUGH_FORWARD):
+            return _outside_forward("a part of the model")
+        return None
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """See :meth:`Strategy.evaluating`; each rank has all weights meanwhile."""
+        self._sharded.unshard()
+        try:
+            yield
+        finally:
+            self._sharded.reshard()
+
+    def gathered(self, state: State) -> State:
+        """See :meth:`Strategy.gathered`."""
+        whole = gathered(state, keep=self._ctx.is_main)
+        return cast("State", whole) if self._ctx.is_main else HostState()
+
+    def load_on_all_ranks(self, module: nn.Module, weights: Mapping[str, Tensor] | None) -> None:
+        """See :meth:`Strategy.load_on_all_ranks`."""
+        import torch
+
+        if not broadcast(weights is not None, self._ranks):
+            return  # the present ones are equal on all ranks
+        if weights is None:
+            state = module.state_dict()
+            weights = {
+                name: torch.empty(one.shape, dtype=one.dtype) if hasattr(one, "shape") else one
+                for name, one in state.items()
+            }
+        module.load_state_dict(weights)
+        broadcast_buffers(module, self._ranks)
+
+    def close(self) -> None:
+        """See :meth:`Strategy.close`."""
+        self._sharded.make_plain()
+
+
+def forward_only(module: nn.Module) -> nn.Module:
+    """Return a module that passes calls on, and refuses the use of parts of ``module``."""
+    import torch
+    from torch import nn
+
+    class ForwardOnly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self._modules:
+                return self._modules[name]
+            value = getattr(module, name)
+            if isinstance(value, torch.Tensor) or callable(value):
+                raise _outside_forward(f"model.{name}")
+            return value
+
+        def __getitem__(self, key: object) -> Any:
+            raise _outside_forward(f"model[{key!r}]")
+
+    return ForwardOnly()
+
+
+def _outside_forward(part: str) -> OutsideForward:
+    return OutsideForward(
+        f"the step uses {part} outside of the model's forward, and distributed.strategy: fsdp "
+        "gathers the weights only there",
+        allowed="a step that calls model(...) itself",
+        do="move this into the model's forward (an argument can choose the path), or set "
+        "distributed.strategy: ddp",
+    )
+
+
+def _local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return this rank's parts of the gradients."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [cast("DTensor", gradient).to_local() for gradient in gradients]
+
+
+# --- sharding ---
+
+
+class ShardedModule:
+    """A module whose parameters are sharded, in units of its repeated layers.
+
+    A unit's parameters are gathered for its forward and its backward pass only. Loading a plain
+    ``state_dict`` into the module works on all ranks together: each takes its part of rank 0's.
+
+    Args:
+        ctx: the run's context; ``fsdp`` of its plan says how the module is divided. In half
+            precision, units with batch norms keep the type of their parameters; gradients are
+            reduced in float32.
+        module: changed in place; on its device, equal on all ranks.
+
+    Attributes:
+        units: the number of units besides the rest of the module.
+        group: the ranks that hold the parts of a parameter.
+
+    Raises:
+        FitError: FSDP cannot shard the module.
+    """
+
+    def __init__(self, ctx: RunContext, module: nn.Module) -> None:
+        import torch
+
+        if ctx.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise FitError(
+                f"distributed.strategy is fsdp, and torch {torch.__version__} has it on GPUs only",
+                allowed="torch 2.7 or newer on the CPU",
+                do="pip install -U torch, or set distributed.strategy: ddp",
+            )
+        self._module, self._reshards = module, ctx.plan.fsdp["reshard_after_forward"]
+        self._plain = [(part, type(part), _attributes(part)) for part in module.modules()]
+        blocks = [block for block in find_blocks(module) if block is not module]
+        self.units = len(blocks)
+        mesh = _mesh(ctx)
+        self.group = mesh.get_group(mesh.ndim - 1)
+        try:
+            for unit in (*blocks, module):
+                _fully_shard(ctx, unit, mesh)
+        except (AssertionError, ValueError, NotImplementedError, RuntimeError) as error:
+            raise FitError(
+                f"FSDP cannot shard this {type(module).__name__}: {error}",
+                allowed="models that torch.distributed.fsdp.fully_shard takes: no scalar "
+                "parameters, none shared between two of the repeated layers",
+                do="set distributed.strategy: ddp, or change the model",
+            ) from error
+        check_sharded(module)
+        module.register_load_state_dict_pre_hook(_distribute_weights)
+
+    def unshard(self) -> None:
+        """Gather all parameters, until :meth:`reshard`: a forward pass then has no collective."""
+        root = cast("FSDPModule", self._module)
+        root.set_reshard_after_forward(False)
+        for unit in self._units():
+            unit.unshard()
+
+    def reshard(self) -> None:
+        """Undo :meth:`unshard`."""
+        root = cast("FSDPModule", self._module)
+        root.set_reshard_after_forward(self._reshards)
+        # The backward pass begins with the root's own parameters.
+        root.set_reshard_after_forward(False, recurse=False)
+        for unit in self._units():
+            unit.reshard()
+
+    def make_plain(self) -> None:
+        """Make the module what it was, with all weights on every rank; a collective."""
+        from torch import nn
+        from torch.distributed._composable_state import _module_state_mapping
+
+        whole = {
+            id(one): nn.Parameter(_whole(cast("DTensor", one)), one.requires_grad)
+            for one in self._module.parameters()
+        }
+        for module, kind, attributes in self._plain:
+            # FSDP refuses a module that it knows; torch has no public way to undo it.
+            _module_state_mapping.pop(module, None)
+            module.__class__ = kind
+            for name in [name for name in vars(module) if name not in attributes]:
+                del module.__dict__[name]
+            hooks = {name: value for name, value in attributes.items() if value is not None}
+            module.__dict__.update(hooks)
+            for name, one in module._parameters.items():
+                if one is not None:
+                    module._parameters[name] = whole[id(one)]
+
+    def _units(self) -> list[FSDPModule]:
+        from torch.distributed.fsdp import FSDPModule
+
+        return [one for one in self._module.modules() if isinstance(one, FSDPModule)]
+
+
+def check_sharded(module: nn.Module) -> None:
+    """Refuse a module with a parameter that is not sharded.
+
+    Raises:
+        FitError: names the first one.
+    """
+    from torch.distributed.tensor import DTensor
+
+    for name, one in module.named_parameters():
+        if not isinstance(one, DTensor):
+            raise FitError(
+                f"the parameter {name} is not sharded: it is a {type(one).__name__}",
+                allowed="FSDP2 of this torch, which makes every parameter a DTensor",
+                do="set distributed.strategy: ddp, and report this with the version of torch",
+            )
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Prepare an optimizer over sharded parameters.
+
+    It then takes a plain state, if all ranks load it together. Of the fused kernels, those of Adam
+    and AdamW alone can work on DTensors (torch 2.13).
+    """
+    if not type(optimizer).__name__.startswith("Adam"):
+        for group in optimizer.param_groups:
+            if group.get("fused"):
+                group["fused"] = False
+        # A fused kernel takes the loss scale of fp16; for any other the scaler divides by it.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    optimizer.register_load_state_dict_pre_hook(_distribute_state)
+
+
+def gathered(value: Any, *, keep: bool) -> Any:
+    """A nested state with whole tensors on the CPU in place of sharded ones; a collective.
+
+    The ranks' device has one whole tensor at a time. The result shares no memory with ``value``.
+
+    Args:
+        value: dicts, lists, tuples, tensors and plain values; equal in structure on all ranks.
+        keep: whether this rank needs the result; else its whole tensors are dropped at once.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, DTensor):
+        whole = _whole(value)
+        if not keep:
+            return None
+        # With a single shard, torch returns this rank's part itself.
+        alone = whole.data_ptr() == value.to_local().data_ptr()
+        return whole.to("cpu", copy=alone)
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True) if keep else None
+    if isinstance(value, Mapping):
+        return HostState({key: gathered(item, keep=keep) for key, item in value.items()})
+    if isinstance(value, (list, tuple)):
+        items = [gathered(item, keep=keep) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
+    return value
+
+
+def _whole(tensor: DTensor) -> Tensor:
+    """Return the whole tensor, on the ranks' device; with offload its parts are on the CPU."""
+    return cast("DTensor", tensor.detach().to(tensor.device_mesh.device_type)).full_tensor()
+
+
+def _mesh(ctx: RunContext) -> DeviceMesh:
+    """Return the ranks in one row; or, as replicas of shards, in one row per replica."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    replicas, names = ctx.plan.fsdp["replicas"], ("replicas", "shards")
+    if replicas == 1:
+        return init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=names[1:])
+    shape = replicas, ctx.world_size // replicas
+    return init_device_mesh(ctx.device.type, shape, mesh_dim_names=names)
+
+
+def _fully_shard(ctx: RunContext, unit: nn.Module, mesh: DeviceMesh) -> None:
+    import torch
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
+    half, precision = half_precision(ctx), MixedPrecisionPolicy()
+    if half is not None and not batch_norms(unit):
+        precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+    fully_shard(
+        unit,
+        mesh=mesh,
+        reshard_after_forward=ctx.plan.fsdp["reshard_after_forward"],
+        mp_policy=precision,
+        offload_policy=CPUOffloadPolicy() if ctx.plan.fsdp["offload"] else OffloadPolicy(),
+    )
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The names of a module's attributes, with copies of its hooks; None for all others."""
+    return {
+        name: copy.copy(value) if "_hooks" in name else None for name, value in vars(module).items()
+    }
+
+
+def _distribute_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    for name, one in module.named_parameters(remove_duplicate=False):
+        if (value := state.get(prefix + name)) is not None:
+            state[prefix + name] = _distributed(value, one)
+
+
+def _distribute_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    own, saved = optimizer.param_groups, state["param_groups"]
+    parameters = {
+        number: one
+        for mine, group in zip(own, saved, strict=False)  # load_state_dict refuses other lengths
+        for one, number in zip(mine["params"], group["params"], strict=False)
+    }
+    groups = [
+        {**group, "fused": mine["fused"]} if "fused" in mine else group
+        for mine, group in zip(own, saved, strict=False)
+    ]
+    sharded = {
+        number: {name: _distributed(value, parameters.get(number)) for name, value in one.items()}
+        for number, one in state["state"].items()
+    }
+    return {"state": sharded, "param_groups": [*groups, *saved[len(groups) :]]}
+
+
+def _distributed(value: Any, like: Tensor | None) -> Any:
+    """This rank's part of rank 0's ``value``, sharded as ``like``; unchanged if the shapes differ.
+
+    Unequal shapes are for ``load_state_dict`` to refuse, or a step count and the like.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if not plain or not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    # A copy: with one row per rank and more, parts would be views of a file in memory.
+    device = like.device_mesh.device_type
+    part = distribute_tensor(value.to(device), like.device_mesh, like.placements)
+    return part.to(like.device)  # with offload, the CPU
+
+
+def rebind(
+    optimizers: Iterable[torch.optim.Optimizer],
+    before: Sequence[nn.Parameter],
+    after: Sequence[nn.Parameter],
+) -> None:
+    """Give ``optimizers`` the parameters ``after`` in place of ``before``, one by one."""
+    new = dict(zip(before, after, strict=True))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [new.get(one, one) for one in group["params"]]
+        prepare_optimizer(optimizer)
+
+
+# --- own loops ---
+
+
+def shard_inputs(ctx: RunContext, objects: Sequence[object]) -> None:
+    """Shard the models among the objects of ``ctx.prepare``, and rebind their optimizers.
+
+    Raises:
+        PlanError: an optimizer has made steps already, or a model comes without its optimizer.
+        FitError: FSDP cannot shard a model.
+    """
+    from torch import nn
+    from torch.optim import Optimizer
+
+    models = [one for one in objects if isinstance(one, nn.Module)]
+    optimizers = [one for one in objects if isinstance(one, Optimizer)]
+    if any(one.state for one in optimizers):
+        raise PlanError(
+            "an optimizer has made steps before ctx.prepare, and distributed.strategy: fsdp "
+            "replaces its parameters",
+            allowed="a new optimizer, in the same ctx.prepare as its model",
+            do="load its state after ctx.prepare: optimizer.load_state_dict(...)",
+        )
+    for model in models:
+        Strategy(ctx, ctx.config).load_on_all_ranks(model.to(ctx.device), None)
+        before = list(model.parameters())
+        ShardedModule(ctx, model)
+        rebind(optimizers, before, list(model.parameters()))
+
+
+def gather_state(ctx: RunContext, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What ``ctx.save`` writes: ``state`` with whole tensors on rank 0; a collective."""
+    return cast("Mapping[str, Any]", gathered(state, keep=ctx.is_main))

@@ -15,7 +15,7 @@ from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.errors import TuningError
 from nbtoolkit.launcher.train_function import Train
 from nbtoolkit.run.output import to_stdout
-from nbtoolkit.training.optim.schedule import range_test
+from nbtoolkit.training.optim import range_test
 from nbtoolkit.tuning.answer import FinderResult, Subject
 from nbtoolkit.tuning.probe import Probe, probe
 from nbtoolkit.views.figure import Chart, curves_chart

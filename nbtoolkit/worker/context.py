@@ -353,7 +353,7 @@ class RunContext:
         self._together(messages.SaveRequest(where=where))
         if self.plan.strategy == "fsdp":
             # A collective. By its name: the strategy may import what this module must not.
-            state = resolve_name("nbtoolkit.training.fsdp:gather_state")(self, state)
+            state = resolve_name("nbtoolkit.training.strategy:gather_state")(self, state)
         if self.is_main:
             write_state(path, state)
         self._together(

@@ -35,7 +35,7 @@ def prepared_inputs(ctx: RunContext, objects: Iterable[object], steps: EvenSteps
         inputs.append(item)
     if ctx.plan.strategy == "fsdp":
         # By its name: the strategy may import what this module must not.
-        resolve_name("nbtoolkit.training.fsdp:shard_inputs")(ctx, inputs)
+        resolve_name("nbtoolkit.training.strategy:shard_inputs")(ctx, inputs)
     return inputs
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import nbtoolkit as nb
 from nbtoolkit.tasks.digits import load, make_model
-from nbtoolkit.training.loop import fit
+from nbtoolkit.training.fit import fit
 from tests.bench.figures import Figure, in_fresh_process, quiet_config
 
 if TYPE_CHECKING:

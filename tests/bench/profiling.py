@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import nbtoolkit as nb
-from nbtoolkit.training import loop
-from nbtoolkit.training.step_time import RankTime, StepClock
+from nbtoolkit.training import fit
+from nbtoolkit.training.sync import RankTime, StepClock
 from tests.bench.figures import Figure, in_fresh_process, quiet_config
 from tests.bench.training import SMALL, digits, mlp
 
@@ -48,13 +48,13 @@ class NoClock(StepClock):
 @contextmanager
 def taken_out() -> Iterator[None]:
     """Inside the block ``fit`` has neither a clock nor a profiler."""
-    before = loop.StepClock, loop.StepProfiler
-    loop.StepClock = NoClock  # type: ignore[misc]
-    del loop.StepProfiler
+    before = fit.StepClock, fit.StepProfiler
+    fit.StepClock = NoClock  # type: ignore[misc]
+    del fit.StepProfiler
     try:
         yield
     finally:
-        loop.StepClock, loop.StepProfiler = before  # type: ignore[misc]
+        fit.StepClock, fit.StepProfiler = before  # type: ignore[misc]
 
 
 def compare(config: nb.Config, ctx: nb.RunContext) -> dict[str, list[float]]:

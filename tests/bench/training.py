@@ -225,7 +225,7 @@ def growth(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
     """Resident memory after a tenth of the steps, and at the end, in MB."""
     import torch
 
-    from nbtoolkit.training.train_state import memory_used
+    from nbtoolkit.training.sync import memory_used
 
     torch.set_num_threads(1)
     train, valid = digits()

@@ -198,6 +198,14 @@ def test_without_a_verb_it_says_what_there_is(folder: Path) -> None:
     assert "doctor " in done.stdout + done.stderr
 
 
+def test_doctor_prints_the_plan_and_ends_as_its_findings_say(call: Call) -> None:
+    done = call("doctor")
+    findings = nbtoolkit.doctor()
+    assert done.returncode == (0 if findings.ok else 1)
+    assert findings.plan is not None
+    assert findings.plan.explain().splitlines()[0] in done.stdout
+
+
 def test_it_prints_its_version(call: Call) -> None:
     done = call("--version")
     assert (done.returncode, done.stdout) == (0, f"nbtoolkit {nbtoolkit.__version__}\n")

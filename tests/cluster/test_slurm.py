@@ -11,7 +11,7 @@ import pytest
 import slurm as slurms
 from records import last_of
 
-from nbtoolkit.cluster.recipes import Shape, recipe
+from nbtoolkit.cluster.recipes import recipe
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.run.events import EventReader, MetricsReported, RunEnded, RunStarted
 
@@ -22,8 +22,10 @@ def submitted(slurm: slurms.Slurm, folder: Path, *settings: str) -> str:
     """The number of a job that trains on two nodes with one rank each."""
     fixed = ("tracking.mlflow=false", "task=job:train", f"runtime.output_dir={folder / 'runs'}")
     words = [word for setting in (*fixed, *settings) for word in ("-o", setting)]
-    shape = Shape(nodes=2, devices=1, gpu=False, seconds=600.0)
-    (folder / "train.sh").write_text(recipe("slurm", load_config(), shape, words))
+    cluster = {"nodes": 2, "devices": 1, "gpu": False, "time_limit": "10m"}
+    (folder / "train.sh").write_text(
+        recipe("slurm", load_config(overrides={"cluster": cluster}), words)
+    )
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     variables = f"--export=ALL,PATH={search},PYTHONPATH={os.pathsep.join(sys.path)}"
     return slurm.run("sbatch", "--parsable", variables, "train.sh", cwd=folder)

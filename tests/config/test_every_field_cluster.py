@@ -10,7 +10,7 @@ from every_field import proves
 from login_node import login_node  # noqa: F401
 
 from nbtoolkit.cluster.ray_jobs import RAY
-from nbtoolkit.cluster.recipes import Shape, recipe
+from nbtoolkit.cluster.recipes import recipe
 from nbtoolkit.cluster.slurm import SLURM
 from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.errors import LaunchError, PlanError
@@ -21,7 +21,7 @@ from nbtoolkit.tasks.digits import train as digits
 
 def script_of(**values: Any) -> str:
     overrides = {f"cluster.{name}": value for name, value in values.items()}
-    return recipe("slurm", load_config(overrides=overrides), Shape())
+    return recipe("slurm", load_config(overrides=overrides))
 
 
 @proves(
@@ -38,7 +38,7 @@ def script_of(**values: Any) -> str:
         ("gpu", False, "#SBATCH --cpus-per-task=1"),
         ("cpus_per_device", 6, "#SBATCH --cpus-per-task=6"),
         ("memory", "64G", "#SBATCH --mem=64G"),
-        ("time_limit", "90m", "#SBATCH --time=0-01:30:00"),
+        ("time_limit", "90m", "#SBATCH --time=90"),
         ("signal_seconds", 300, "#SBATCH --signal=USR1@300"),
         ("restarts", 4, 'if [ "$status" -eq 3 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 4 ]; then'),
         ("partition", "gpu", "#SBATCH --partition=gpu"),

@@ -75,6 +75,7 @@ def test_folds_are_those_of_scikit_learns_splitter(
 
 def test_targets_may_be_a_list_an_array_a_tensor_a_series_or_texts() -> None:
     ways = [CLASSES.tolist(), CLASSES, torch.as_tensor(CLASSES), pd.Series(CLASSES)]
+    ways += [CLASSES.astype(kind) for kind in (np.int32, np.uint8)]
     made = [nb.make_folds(y) for y in ways]
     assert len({folds.hash for folds in made}) == len({folds.target for folds in made}) == 1
     named = nb.make_folds(np.array(["cat", "dog", "ox"])[CLASSES])
@@ -85,9 +86,9 @@ def test_targets_may_be_a_list_an_array_a_tensor_a_series_or_texts() -> None:
 def test_predefined_folds_come_from_numbers_or_from_pairs() -> None:
     by_number = nb.make_folds(list("aabbc"), kind="predefined", predefined=[0, 0, 1, 1, -1])
     assert splits(by_number) == [([2, 3, 4], [0, 1]), ([0, 1, 4], [2, 3])]
-    pairs = [(np.array([4, 3]), np.array([0])), ([0, 1], [2])]
+    pairs = [(np.array([4, 3]), np.array([0])), ([0, 1], [4, 2])]
     by_pair = nb.make_folds(range(5), kind="predefined", predefined=pairs)
-    assert splits(by_pair) == [([3, 4], [0]), ([0, 1], [2])]
+    assert splits(by_pair) == [([3, 4], [0]), ([0, 1], [2, 4])]
     splitter = sk.ShuffleSplit(4, random_state=0).split(EMPTY)
     assert len(nb.make_folds(CLASSES, kind="predefined", predefined=splitter)) == 4
     assert nb.make_folds(list("aabbc"), predefined=[0, 0, 1, 1, -1]).hash == by_number.hash
@@ -114,6 +115,9 @@ def test_folds_are_counted_indexed_and_told_apart_by_how_they_split() -> None:
     assert folds == nb.make_folds(CLASSES, k=4)
     assert {folds, nb.make_folds(CLASSES, k=4)} == {folds}
     assert folds != nb.make_folds(CLASSES, k=4, seed=1)
+    pairs = [([0, 1], [2]), ([0], [2])]  # which differ in the samples to train on
+    first, second = (nb.make_folds(range(3), predefined=[pair]) for pair in pairs)
+    assert first != second
     assert repr(folds) == f"Folds(stratified, 4, n_samples=60, {folds.hash})"
     assert repr(folds[1]) == "Fold(1, train=45, valid=15)"
     assert "45 + 15" in folds._repr_html_()
@@ -176,6 +180,7 @@ def test_targets_that_cannot_be_stratified_are_refused(y: Any, said: str) -> Non
         ([([0, 1], [5])], "fold 0 holds what is no index of 5 samples"),
         ([([0, 1], [2]), ([3, -1], [2])], "fold 1 holds what is no index"),
         ([([0, 0], [2])], "fold 0 holds a sample twice"),
+        ([([0, 1], [2, 2])], "fold 0 holds a sample twice"),
         ([(0, 1)], "fold 0 is no pair of index lists"),
     ],
 )

@@ -22,7 +22,8 @@ from nbtoolkit.extras.metric_learning.encoders import (
     make_transforms,
 )
 from nbtoolkit.extras.metric_learning.images import Images
-from nbtoolkit.training.loading.loader import make_train_loader
+from nbtoolkit.training.data import take_apart
+from nbtoolkit.training.loader import make_train_loader
 
 FLIPPED = [
     {"name": "torchvision.transforms.v2.RandomResizedCrop", "size": 16, "antialias": True},
@@ -39,9 +40,8 @@ def test_transforms_of_torchvision_do_not_depend_on_the_workers(tmp_path: Path) 
     for workers in (0, 2):
         (ctx,) = contexts(tmp_path / f"run{workers}", train__batch_size=4)
         config = ctx.config.with_overrides({"train.num_workers": workers})
-        loader = make_train_loader(
-            ctx, config, replace(images, transforms=make_transforms(FLIPPED))
-        )
+        feed = take_apart(replace(images, transforms=make_transforms(FLIPPED)))
+        loader = make_train_loader(ctx, config, feed)
         seen.append(torch.cat([batch[0] for batch, _ in loader.batches(1)]))
     assert seen[0].shape == pixels.shape
     assert torch.equal(*seen)

@@ -24,7 +24,7 @@ from records import first_of
 import nbtoolkit as nb
 from nbtoolkit.errors import WorkerDied
 from nbtoolkit.run.events import Event, MetricsLogged, MetricsReported
-from nbtoolkit.training.loading.sampler import read_samples
+from nbtoolkit.training.samples import read_samples
 
 OFTEN, SELDOM = 6, 2
 

@@ -69,7 +69,7 @@ def test_an_error_of_ours_ends_at_the_users_call(
     # The log has all of it.
     [folder] = [path for path in tmp_path.glob("*-misuses_fit-*") if path.is_dir()]
     log = attach(folder).paths.log(0).read_text()
-    assert f'File "{PACKAGE}/training/loop.py"' in log
+    assert f'File "{PACKAGE}/training/fit.py"' in log
 
 
 def test_an_error_below_fit_shows_the_users_frames_and_the_librarys_innermost_one(

@@ -13,8 +13,8 @@ from kernels import SECONDS
 from programs import write_program
 
 from nbtoolkit.errors import NotebookError
-from nbtoolkit.lint.linter import find_hazards
-from nbtoolkit.lint.source import ADVICE, Hazard
+from nbtoolkit.notebooks.lint import find_hazards
+from nbtoolkit.notebooks.lint_rules import ADVICE, Hazard
 
 ROOT = Path(__file__).resolve().parents[2]
 

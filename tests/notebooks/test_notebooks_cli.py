@@ -79,15 +79,14 @@ def test_an_interrupt_ends_the_kernel_and_says_where_it_was(tmp_path: Path) -> N
     assert read_json(tmp_path / "d.run.json")["failure"]["kind"] == "interrupt"
 
 
-def test_the_command_does_not_wait_for_grammars_of_uris_and_hadoop() -> None:
-    program = """
-import sys
-from nbtoolkit.notebooks.job import skip_slow_imports
-skip_slow_imports()
-import nbformat
-from nbformat.v4 import new_notebook
-nbformat.validate(new_notebook())
-import papermill.execute
-assert not {"lark", "pyarrow.fs"} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=SECONDS)
+def test_a_run_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    waits = f"import os, time, pathlib\npathlib.Path({str(pid)!r}).write_text(str(os.getpid()))"
+    write_program(tmp_path, waits, "time.sleep(600)")
+    program = [sys.executable, "-m", "nbtoolkit", "run", "work.ipynb", "--output", "d.ipynb"]
+    with subprocess.Popen(program, cwd=tmp_path, stderr=subprocess.DEVNULL) as running:
+        kernel = int(until(lambda: pid.exists() and pid.read_text(), "the kernel"))
+        running.kill()
+    all_gone({kernel})
+    until(lambda: read_json(tmp_path / "d.run.json")["status"] == "failed", "the record")
+    assert read_json(tmp_path / "d.run.json")["failure"]["kind"] == "interrupt"

@@ -205,7 +205,7 @@ import os, signal, sys, weakref
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "papermill" and "notebooks.run import main" in " ".join(sys.orig_argv):
+        if name == "papermill" and "notebooks.job import main" in " ".join(sys.orig_argv):
             thing = type("Thing", (), {})
             lost = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGINT))
             del thing

@@ -146,9 +146,9 @@ def test_what_is_not_installed_is_told_with_the_install_line() -> None:
     program = """
 import sys
 sys.modules["nbconvert"] = None  # as where it is not installed
-from nbtoolkit.notebooks.job import require_extras
-require_extras(html=False)
-require_extras(html=True)
+from nbtoolkit.notebooks.run import require_packages
+require_packages(html=False)
+require_packages(html=True)
 """
     words = [sys.executable, "-c", program]
     done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS)

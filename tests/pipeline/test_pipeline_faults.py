@@ -25,7 +25,8 @@ from nbtoolkit.errors import (
     PipelineError,
     PipelineFailed,
 )
-from nbtoolkit.pipeline.folder import PipelineFolder
+from nbtoolkit.notebooks.handle import NotebookFiles
+from nbtoolkit.notebooks.pipeline import _locked, _wait_for_leftovers
 from nbtoolkit.run.events import EventLog, RunStarted
 from nbtoolkit.run.paths import RunPaths
 
@@ -102,7 +103,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(tmp_path: 
 def test_two_runs_into_one_folder_are_refused(tmp_path: Path) -> None:
     path = write_two_steps(tmp_path)
     with (
-        PipelineFolder(tmp_path / "out").lock(),
+        _locked(tmp_path / "out"),
         pytest.raises(NotebookError, match=r"another run of a pipeline writes to .*out\n"),
     ):
         run(path)
@@ -113,19 +114,18 @@ def test_two_runs_into_one_folder_are_refused(tmp_path: Path) -> None:
 def test_runs_of_a_killed_step_are_waited_for_unless_they_are_detached(
     seconds: float, tmp_path: Path
 ) -> None:
-    place = PipelineFolder(tmp_path)
-    place.files("one").log.parent.mkdir()
-    place.files("one").log.touch()
+    files = NotebookFiles(tmp_path / "one.ipynb")
+    files.log.touch()
     paths = RunPaths.create(tmp_path, "left")
     log = EventLog(paths.events)
     with open(paths.lock, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         log.write(RunStarted(detached=True))
-        place.wait_for_leftovers("one")
+        _wait_for_leftovers(files, tmp_path)
         log.write(RunStarted(detached=False))
         ends = threading.Timer(seconds, lock.close)
         ends.start()
-        place.wait_for_leftovers("one")
+        _wait_for_leftovers(files, tmp_path)
         assert lock.closed
         ends.join()
     log.close()

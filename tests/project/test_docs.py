@@ -28,7 +28,7 @@ from nbtoolkit.__main__ import command_line
 from nbtoolkit.config.schema import Config
 from nbtoolkit.config.validation import fields
 from nbtoolkit.environment import grace
-from nbtoolkit.pipeline.definition import load_pipeline
+from nbtoolkit.notebooks.pipeline_file import load_pipeline
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 
 ROOT = Path(__file__).parents[2]

@@ -40,11 +40,8 @@ LAYERS = (
     "study",
     "search",
     "crossval",
-    "competition",
     "attach",
     "notebooks",
-    "pipeline",
-    "lint",
     "kaggle",
     "views",
     # It measures by launches and draws what it measured.
@@ -72,6 +69,9 @@ STATIONS = [
     {"launcher.fork_servers", "launcher.in_process", "launcher.launch"},
 ]
 
+# In this order a newcomer reads a training: none of them needs one before it.
+TRAINING = ["training.fit", "training.step", "training.losses", "training.samples", "training.data"]
+
 # What the kernel loads for a launch; torch and its kind are for the ranks.
 KERNEL = [
     "config.schema",
@@ -79,7 +79,7 @@ KERNEL = [
     "launcher.launch",
     "launcher.run_handle",
     "tasks.digits",
-    "training.loop",
+    "training.fit",
     # The fork server loads these two, and everything is forked from it.
     "search.sweep_algorithm",
     "crossval.fold_algorithm",
@@ -183,6 +183,11 @@ def test_no_station_loads_a_later_one(number: int) -> None:
     later = set().union(*STATIONS[number + 1 :])
     for station in STATIONS[number]:
         assert not _loads(station) & later
+
+
+@pytest.mark.parametrize("number", range(len(TRAINING)))
+def test_a_training_is_read_from_the_fit_to_the_data(number: int) -> None:
+    assert not _needs(TRAINING[number]) & {*TRAINING[:number]}
 
 
 def test_the_core_names_the_extras_in_one_table() -> None:

@@ -4,6 +4,7 @@ import ast
 import copy
 import importlib
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,6 +35,20 @@ def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse(Path(nbtoolkit.__file__).with_suffix(".pyi").read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert {name.asname: node.module for node in imports for name in node.names} == nbtoolkit._HOME
+
+
+def test_a_copy_without_its_extras_has_the_names_of_the_core(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("extras", "__pycache__")
+    shutil.copytree(Path(nbtoolkit.__file__).parent, tmp_path / "nbtoolkit", ignore=ignored)
+    program = "import nbtoolkit as nb; print(hasattr(nb, 'detect_host'), hasattr(nb, 'blend'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -12,7 +12,7 @@ import pytest
 from programs import write_program
 
 from nbtoolkit.config.yaml_source import dump
-from nbtoolkit.pipeline.runner import PipelineResult, run_pipeline
+from nbtoolkit.notebooks.pipeline import PipelineResult, run_pipeline
 
 FIND = "import nbtoolkit as nb\nnb.publish({'best': {'lr': 0.1 * n}, 'score': n, 'tag': tag})"
 USE = "import nbtoolkit as nb\nnb.publish({'used': settings, 'said': said})"

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.loading.epoch_order import permutation
 from nbtoolkit.training.losses import on_device
+from nbtoolkit.training.samples import permutation
 from nbtoolkit.worker.context import RunContext
 
 SETTINGS = {

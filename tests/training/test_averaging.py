@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import CheckpointError, FitError
-from nbtoolkit.training.optim.averaging import Averages, make_averages
+from nbtoolkit.training.averaging import Averages, make_averages
 from nbtoolkit.worker.context import RunContext
 
 

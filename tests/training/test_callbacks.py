@@ -166,7 +166,7 @@ class Unknown:
         (Lightnings(), r"on_train_epoch_end of the callback Lightnings does not take one argument"),
         (
             Unknown(),
-            r"never calls on_epoch_end of the callback Unknown[\s\S]*did you mean",
+            r"never calls on_epoch_end of the callback Unknown[\s\S]*on_train_epoch_end",
         ),
         (Counter, r"the callback Counter is a class[\s\S]*add \(\)"),
         (3, r"the callback int has no method that fit calls"),

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
-from nbtoolkit.training.loading.epoch_order import permutation
+from nbtoolkit.training.samples import permutation
 from nbtoolkit.worker.context import RunContext
 
 SIZE, BATCH = 28, 8  # the last step has 4 samples

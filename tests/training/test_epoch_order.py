@@ -28,8 +28,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import nbtoolkit as nb
 from nbtoolkit.errors import CheckpointError, FitError, WorkerDied
-from nbtoolkit.training.loading.epoch_order import labels_of, make_order
-from nbtoolkit.training.loading.sampler import read_samples
+from nbtoolkit.training.samples import labels_of, make_order, read_samples
 
 INPUTS, LABELS = samples(37)
 DATA = (INPUTS, LABELS)

@@ -17,9 +17,9 @@ from torch import nn
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import CheckpointError, FitError
-from nbtoolkit.training.loading.epoch_order import permutation
 from nbtoolkit.training.metrics import accuracy
-from nbtoolkit.training.optim.schedule import warmup_and_decay
+from nbtoolkit.training.optim import warmup_and_decay
+from nbtoolkit.training.samples import permutation
 from nbtoolkit.worker.context import RunContext
 
 

@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError, PlanError
-from nbtoolkit.training.loading.loader import make_train_loader
+from nbtoolkit.training.data import take_apart
+from nbtoolkit.training.loader import make_train_loader
 from nbtoolkit.worker.context import RunContext
 
 # samples, ranks, passes a step; a step takes 12
@@ -52,13 +53,13 @@ class Shuffled(Numbers):
 
 def feed_of(folder: Path, data: Any, *, collate: Any = listed, **more: Any) -> Any:
     [ctx] = contexts(folder, train__max_steps=99, **more)
-    return make_train_loader(ctx, ctx.config, data, collate=collate)
+    return make_train_loader(ctx, ctx.config, take_apart(data, collate=collate))
 
 
 def feeds_of(folder: Path, data: Any, ranks: int, passes: int, **more: Any) -> list[Any]:
     options = {"train__gradient_accumulation_steps": passes, "train__max_steps": 99, **more}
     return [
-        make_train_loader(ctx, ctx.config, data, collate=listed)
+        make_train_loader(ctx, ctx.config, take_apart(data, collate=listed))
         for ctx in contexts(folder, ranks=ranks, **options)
     ]
 

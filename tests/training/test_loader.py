@@ -15,8 +15,8 @@ from torch.utils.data import Subset
 
 import nbtoolkit as nb
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.loading.data import make_source
-from nbtoolkit.training.loading.loader import make_train_loader
+from nbtoolkit.training.data import make_source, take_apart
+from nbtoolkit.training.loader import make_train_loader
 
 CPU = torch.device("cpu")
 X = torch.arange(37)
@@ -26,7 +26,9 @@ def walked(folder: Path, data: Any, epoch: int = 1, *, ranks: int = 1, **more: A
     """The global batches of an epoch, by step, and of each rank what it takes of them."""
     steps = {name: more.pop(name) for name in ("skip", "limit") if name in more}
     each = [
-        steps_of(make_train_loader(ctx, ctx.config, data, collate=listed), epoch, **steps)
+        steps_of(
+            make_train_loader(ctx, ctx.config, take_apart(data, collate=listed)), epoch, **steps
+        )
         for ctx in contexts(folder, ranks=ranks, **more)
     ]
     return together(each)
@@ -51,7 +53,7 @@ def test_what_is_skipped_and_what_is_left_make_the_epoch(
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_sample_ids_are_those_that_were_handed_out(tmp_path: Path, ranks: int) -> None:
     ctx = contexts(tmp_path, ranks=ranks)[-1]
-    feed = make_train_loader(ctx, ctx.config, X)
+    feed = make_train_loader(ctx, ctx.config, take_apart(X))
     assert feed.steps == 4
     ids = [feed.sample_ids(3, step) for step in range(4)]
     assert ids == [[int(one) for one in step] for step in walked(tmp_path, X, 3, ranks=ranks)]
@@ -68,7 +70,7 @@ def test_what_is_skipped_is_not_loaded(tmp_path: Path) -> None:
 
     [ctx] = contexts(tmp_path)
     data = Counted(1_000_000)
-    feed = make_train_loader(ctx, ctx.config, data, collate=listed)
+    feed = make_train_loader(ctx, ctx.config, take_apart(data, collate=listed))
     assert feed.steps == 83_334
     batch, _ = next(feed.batches(1, skip=75_000))
     loaded = [*dict.fromkeys(data.loaded)]  # twice: once to see that samples are random
@@ -84,7 +86,7 @@ def test_drop_last_leaves_out_the_uneven_step_only(tmp_path: Path, ranks: int, p
     even = walked(tmp_path, X[:36])
     assert walked(tmp_path, X[:36], train__drop_last=True, **more) == even
     ctx = contexts(tmp_path, train__drop_last=True, **more)[0]
-    feed = make_train_loader(ctx, ctx.config, X)
+    feed = make_train_loader(ctx, ctx.config, take_apart(X))
     assert (feed.steps, feed.sample_ids(1, 3)) == (3, [])
 
 
@@ -99,7 +101,7 @@ def on_ranks(config: Any, ctx: Any) -> dict[str, Any]:
     for kind, data in (("map", Augmented(37)), ("stream", AugmentedStream(37))):
         for workers in (0, 2):
             changed = config.with_overrides({"train.num_workers": workers})
-            feed = make_train_loader(ctx, changed, data, collate=listed)
+            feed = make_train_loader(ctx, changed, take_apart(data, collate=listed))
             found[f"{kind}, {workers} workers"] = [
                 step for epoch in (1, 2) for step in steps_of(feed, epoch)
             ]
@@ -153,10 +155,11 @@ def test_a_data_set_smaller_than_the_ranks_has_stand_ins(
     def tiny(config: Any, ctx: Any) -> list[tuple[list[int], int, float, bool]]:
         import torch
 
-        from nbtoolkit.training.loading.loader import make_train_loader
+        from nbtoolkit.training.data import take_apart
+        from nbtoolkit.training.loader import make_train_loader
 
         data = range(1) if not stream else {5}
-        feed = make_train_loader(ctx, config, data)
+        feed = make_train_loader(ctx, config, take_apart(data))
         return [
             (batch.tolist(), share.samples, share.weight, share.last)
             for batch, share in feed.batches(1)
@@ -178,7 +181,7 @@ def test_a_data_set_smaller_than_the_ranks_has_stand_ins(
 def test_augmentation_does_not_disturb_the_models_own_draws(tmp_path: Path) -> None:
     def noise(workers: int, data: Any, collate: Any = listed) -> list[Any]:
         [ctx] = contexts(tmp_path, train__num_workers=workers, train__max_steps=9)
-        feed = make_train_loader(ctx, ctx.config, data, collate=collate)
+        feed = make_train_loader(ctx, ctx.config, take_apart(data, collate=collate))
         random.seed(1)
         np.random.seed(1)
         torch.manual_seed(1)
@@ -202,7 +205,9 @@ def test_collate_goes_on_with_the_draws_of_the_last_sample() -> None:
 
     found = []
     for workers in (0, 2):
-        source = make_source(Augmented(9), CPU, collate=drawing, workers=workers, seed=3)
+        source = make_source(
+            take_apart(Augmented(9), collate=drawing), CPU, workers=workers, seed=3
+        )
         found.append(list(source.batches(torch.arange(9), [4, 4, 1], epoch=2)))
     assert found[0] == found[1]
     assert all(sample[1] != more for sample, more in found[0])
@@ -210,7 +215,7 @@ def test_collate_goes_on_with_the_draws_of_the_last_sample() -> None:
 
 def test_validation_draws_the_same_every_time() -> None:
     def drawn(**more: Any) -> list[Any]:
-        source = make_source(Augmented(5), CPU, collate=listed, **more)
+        source = make_source(take_apart(Augmented(5), collate=listed), CPU, **more)
         return [one for batch in source.batches(torch.arange(5), [2, 3]) for one in batch]
 
     assert drawn() == drawn() == drawn(workers=2)
@@ -237,7 +242,7 @@ class Broken(Augmented):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_a_sample_is_the_users_and_names_the_sample(workers: int) -> None:
-    source = make_source(Broken(9), CPU, workers=workers)
+    source = make_source(take_apart(Broken(9)), CPU, workers=workers)
     with pytest.raises(Odd, match="code 3") as caught:
         list(source.batches(torch.arange(9), [5, 4]))
     assert (caught.value.code, caught.value.where) == (3, "here")
@@ -248,7 +253,7 @@ def test_an_error_of_a_sample_is_the_users_and_names_the_sample(workers: int) ->
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_of_collate_names_the_batch(workers: int) -> None:
     data = [torch.zeros(1), torch.zeros(1), torch.zeros(2)]
-    source = make_source(data, CPU, workers=workers)
+    source = make_source(take_apart(data), CPU, workers=workers)
     with pytest.raises(RuntimeError, match="equal size") as caught:
         list(source.batches(torch.arange(3), [1, 2]))
     assert caught.value.__notes__ == ["[nbtoolkit] while loading a batch of the samples [1, 2]"]
@@ -264,8 +269,8 @@ def test_workers_that_could_hand_nothing_over_are_refused(
     with pytest.raises(
         FitError, match=r"workers would hang(.|\n)*at most 75 bytes(.|\n)*TMPDIR set"
     ):
-        make_source(Augmented(3), CPU, workers=2)
-    make_source(Augmented(3), CPU, workers=0)
+        make_source(take_apart(Augmented(3)), CPU, workers=2)
+    make_source(take_apart(Augmented(3)), CPU, workers=0)
 
 
 def test_a_sample_that_ends_an_iteration_does_not_end_the_epoch() -> None:
@@ -274,7 +279,7 @@ def test_a_sample_that_ends_an_iteration_does_not_end_the_epoch() -> None:
             return next(iter(()))
 
     with pytest.raises(RuntimeError, match="StopIteration"):
-        list(make_source(Ending(3), CPU).batches(torch.arange(3), [3]))
+        list(make_source(take_apart(Ending(3)), CPU).batches(torch.arange(3), [3]))
 
 
 @pytest.mark.parametrize(
@@ -295,4 +300,4 @@ def test_a_sample_that_ends_an_iteration_does_not_end_the_epoch() -> None:
 def test_what_cannot_be_fed_is_refused(tmp_path: Path, data: Any, what: str) -> None:
     [ctx] = contexts(tmp_path, train__drop_last=True)
     with pytest.raises(FitError, match=what):
-        make_train_loader(ctx, ctx.config, data)
+        make_train_loader(ctx, ctx.config, take_apart(data))

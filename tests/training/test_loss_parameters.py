@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import StepLR
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.loading.epoch_order import permutation
+from nbtoolkit.training.samples import permutation
 from nbtoolkit.worker.context import RunContext
 
 

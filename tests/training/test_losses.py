@@ -16,7 +16,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.loading.epoch_order import permutation
+from nbtoolkit.training.samples import permutation
 from nbtoolkit.worker.context import RunContext
 
 SETTINGS = {

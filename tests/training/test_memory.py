@@ -10,7 +10,7 @@ import pytest
 import torch
 from feeds import contexts
 
-from nbtoolkit.training.train_state import memory_used
+from nbtoolkit.training.sync import memory_used
 
 
 def test_on_the_cpu_it_is_what_is_resident_of_the_process(tmp_path: Path) -> None:

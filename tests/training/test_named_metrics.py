@@ -16,8 +16,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.config.validation import direction_of
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.metrics import named_metrics
-from nbtoolkit.training.named_metrics import metric_names, named_metric
+from nbtoolkit.training.metrics import metric_names, named_metric, named_metrics
 from nbtoolkit.worker.context import RunContext
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -20,10 +20,9 @@ from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.payload import JobSpec
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.training.evaluation import forward_pair
-from nbtoolkit.training.loading.epoch_order import permutation
-from nbtoolkit.training.loading.sampler import Passes
-from nbtoolkit.training.losses import StepLoss, not_finite, raise_if_not_finite
+from nbtoolkit.training.samples import Passes, permutation
 from nbtoolkit.training.step import Recipe, TrainStep
+from nbtoolkit.training.sync import StepLoss, not_finite, raise_if_not_finite
 from nbtoolkit.worker.channel import RecordChannel
 from nbtoolkit.worker.context import RunContext
 

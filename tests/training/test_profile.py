@@ -19,7 +19,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.run.identity import Identity
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.training.step_time import split_steps
+from nbtoolkit.training.callbacks import split_steps
 
 
 def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def test_without_it_no_step_calls_anything(tmp_path: Path, monkeypatch: pytest.M
     def made(*_: object) -> None:
         raise AssertionError("a profiler was made")
 
-    monkeypatch.setattr("nbtoolkit.training.loop.StepProfiler", made)
+    monkeypatch.setattr("nbtoolkit.training.fit.StepProfiler", made)
     monkeypatch.setattr("torch.profiler.profile.start", made)
     Run(tmp_path / "off").fit(config=configured())
     with pytest.raises(AssertionError, match="a profiler was made"):

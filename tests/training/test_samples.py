@@ -11,8 +11,9 @@ from feeds import Augmented, AugmentedStream, contexts, listed, steps_of
 
 import nbtoolkit as nb
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.training.loading.loader import make_train_loader
-from nbtoolkit.training.loading.sampler import read_samples
+from nbtoolkit.training.data import take_apart
+from nbtoolkit.training.loader import make_train_loader
+from nbtoolkit.training.samples import read_samples
 from nbtoolkit.worker.context import RunContext
 
 
@@ -21,7 +22,7 @@ def noting(folder: Path, *, ranks: int = 1, **more: Any) -> list[RunContext]:
 
 
 def walk(ctx: RunContext, *, size: int = 29, fit: int = 1, epoch: int = 1, **more: Any) -> None:
-    feed = make_train_loader(ctx, ctx.config, Augmented(size), collate=listed, fit=fit)
+    feed = make_train_loader(ctx, ctx.config, take_apart(Augmented(size), collate=listed), fit=fit)
     steps_of(feed, epoch, **more)
 
 
@@ -32,7 +33,7 @@ def test_it_says_what_the_ranks_were_given(
 ) -> None:
     def train(config: Any, ctx: Any) -> list[Any]:
         data = AugmentedStream(29) if stream else Augmented(29)
-        feed = make_train_loader(ctx, config, data, collate=listed)
+        feed = make_train_loader(ctx, config, take_apart(data, collate=listed))
         steps = {(epoch, i): one for epoch in (1, 2) for i, one in enumerate(steps_of(feed, epoch))}
         return [steps, {key: feed.sample_ids(*key) for key in steps}]
 
@@ -65,7 +66,10 @@ def test_steps_taken_again_count_once_on_however_many_ranks(tmp_path: Path) -> N
     ctx = noting(tmp_path / "run", ranks=4)[0]
     walk(ctx, size=33, skip=2)  # killed before the other ranks came to it
     [alone] = contexts(tmp_path / "another")
-    feeds = [make_train_loader(alone, alone.config, Augmented(size)) for _, size, _ in attempts]
+    feeds = [
+        make_train_loader(alone, alone.config, take_apart(Augmented(size)))
+        for _, size, _ in attempts
+    ]
     expected = {(1, step): feed.sample_ids(1, step) for step, feed in enumerate(feeds)}
     assert read_samples(ctx.paths) == expected
 

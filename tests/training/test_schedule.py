@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
-from nbtoolkit.training.optim.schedule import Schedule, make_schedule, warmup_and_decay
+from nbtoolkit.training.optim import Schedule, make_schedule, warmup_and_decay
 from nbtoolkit.worker.context import RunContext
 
 EVERY_KIND = ["cosine", "linear", "constant", "one_cycle", "plateau"]

@@ -24,12 +24,12 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.payload import JobSpec
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.training.loading.sampler import MicroBatch
 from nbtoolkit.training.losses import check_labels
 from nbtoolkit.training.model import find_blocks, first_compressed
-from nbtoolkit.training.optim.schedule import warmup_and_decay
+from nbtoolkit.training.optim import warmup_and_decay
+from nbtoolkit.training.samples import MicroBatch
 from nbtoolkit.training.step import Recipe, TrainStep
-from nbtoolkit.training.strategy import grad_norm
+from nbtoolkit.training.strategy import total_norm
 from nbtoolkit.worker.channel import RecordChannel
 from nbtoolkit.worker.context import RunContext
 
@@ -741,8 +741,6 @@ def test_a_model_that_cannot_be_compiled_says_which_switch_it_was(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_the_norm_of_gradients_is_that_of_all_in_any_precision(dtype: torch.dtype) -> None:
-    first, second, frozen = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(3))
-    first.grad, second.grad = torch.full_like(first, 300.0), torch.full_like(second, 400.0)
-    norm = grad_norm([first, second, frozen])
+    norm = total_norm([torch.full((2,), value, dtype=dtype) for value in (300.0, 400.0)])
     assert norm.item() == pytest.approx(500 * 2**0.5)
     assert norm.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 
 import nbtoolkit as nb
 from nbtoolkit.run.events import EventReader, MetricsLogged, NoteAdded
-from nbtoolkit.training import step_time
-from nbtoolkit.training.step_time import StepClock
+from nbtoolkit.training import sync
+from nbtoolkit.training.sync import StepClock
 
 SETTINGS: dict[str, Any] = {
     "train.batch_size": 16,
@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 
 def train(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
-    step_time.JUDGED_SECONDS = config.model.get("judged", step_time.JUDGED_SECONDS)
+    sync.JUDGED_SECONDS = config.model.get("judged", sync.JUDGED_SECONDS)
     slow = ctx.rank == config.model["slow_rank"]
     data = Slow(config.model.get("sample", 0.0) if slow else 0.0)
     model = Model(config.model.get("forward", 0.0) if slow else 0.0, config.model.get("norm", 0))

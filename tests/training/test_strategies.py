@@ -26,8 +26,8 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.integrations.support import check_strategy
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
 from nbtoolkit.search.slots import make_slots
-from nbtoolkit.training.fsdp import ShardedModule, gathered, prepare_optimizer
-from nbtoolkit.training.optim.scheduled import by_name, by_number
+from nbtoolkit.training.step import by_name, by_number
+from nbtoolkit.training.strategy import ShardedModule, gathered, prepare_optimizer
 from nbtoolkit.worker.context import RunContext
 from nbtoolkit.worker.prepare import make_accelerator
 

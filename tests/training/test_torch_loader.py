@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import nbtoolkit as nb
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.loading.sampler import read_samples
+from nbtoolkit.training.samples import read_samples
 
 DATA = TensorDataset(*samples(37))
 CONFIG = configured(overrides={"tracking.record_samples": True, "train.epochs": 1})

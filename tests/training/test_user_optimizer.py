@@ -14,8 +14,8 @@ from torch.optim import lr_scheduler as rates
 
 import nbtoolkit as nb
 from nbtoolkit.errors import ConfigError, FitError
-from nbtoolkit.training.loading.epoch_order import permutation
-from nbtoolkit.training.optim.optimizer import make_optimizer
+from nbtoolkit.training.optim import make_optimizer
+from nbtoolkit.training.samples import permutation
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_class_of_a_cell_gets_the_rate_and_the_options(run: Run) -> None:
     run.fit(config=config, optimizer=Mine)
     assert made == [(0.1, 2.0)]
     assert len(set(logged(run))) == 6  # the cosine of optim.schedule
-    with pytest.raises(FitError, match=r"optimizer=Mine needs more arguments: power"):
+    with pytest.raises(FitError, match=r"optimizer=Mine cannot be built: .*'power'"):
         run.fit(config=CONFIG, optimizer=Mine)
 
 
@@ -184,7 +184,7 @@ def test_a_group_of_the_configuration_trains_at_its_rate(run: Run) -> None:
             [{"match": "0.*"}, {"match": "*.weight"}],
             r"0\.weight would be in two groups, of '0\.\*' and of '\*\.weight'",
         ),
-        ([{"match": "0.*", "beta": [0.1, 0.2]}], r"beta of the group '0\.\*' is not[\s\S]*betas\?"),
+        ([{"match": "0.*", "beta": [0.1, 0.2]}], r"beta of the group '0\.\*' is not[\s\S]*betas"),
     ],
 )
 def test_groups_that_do_not_fit_the_model_are_refused(groups: Any, message: str) -> None:
@@ -298,7 +298,6 @@ def test_a_plateau_is_stepped_with_the_monitored_metric(run: Run) -> None:
     [
         (3, r"schedule= is 3\n.*optimizer -> LRScheduler"),
         (lambda optimizer: str(optimizer), r"a function that returns a str"),
-        (lambda optimizer: optimizer.nothing, r"of step 0 with AttributeError[\s\S]*no attribute"),
         (
             lambda optimizer: rates.OneCycleLR(optimizer, 0.2, total_steps=11),
             r"a OneCycleLR of 11 steps, and the run has 12",
@@ -308,6 +307,11 @@ def test_a_plateau_is_stepped_with_the_monitored_metric(run: Run) -> None:
 def test_what_is_no_schedule_is_refused(run: Run, schedule: Any, message: str) -> None:
     with pytest.raises(FitError, match=message):
         run.fit(config=CONFIG, optimizer=sgd, schedule=schedule)
+
+
+def test_an_error_in_the_users_function_is_the_users(run: Run) -> None:
+    with pytest.raises(AttributeError, match=r"SGD' object has no attribute 'nothing'"):
+        run.fit(config=CONFIG, optimizer=sgd, schedule=lambda optimizer: optimizer.nothing)
 
 
 def test_a_schedule_of_another_optimizer_is_refused(run: Run) -> None:

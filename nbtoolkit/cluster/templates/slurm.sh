@@ -7,8 +7,8 @@
 #SBATCH --job-name={{name}}
 #SBATCH --nodes={{nodes}}
 #SBATCH --ntasks-per-node={{tasks}}
-{{slurm_resources}}
-#SBATCH --time={{time}}
+# Minutes.
+#SBATCH --time={{minutes}}
 #SBATCH --output=%x-%j.log
 # A job that is requeued continues its log.
 #SBATCH --open-mode=append
@@ -16,16 +16,23 @@
 #SBATCH --signal=USR1@{{signal}}
 # A pre-empted job, or one whose node failed, goes back into the queue.
 #SBATCH --requeue
-{{slurm_options}}
+# Resources, partition, account and further options: the section `cluster` of the settings.
+{{options}}
 set -euo pipefail
-{{slurm_setup}}
-{{nccl}}
-{{slurm_tasks}}
-{{slurm_end}}
+# Your environment: cluster.modules and cluster.setup.
+{{setup}}
+# Warnings of NCCL; INFO shows which network each rank takes.
+export NCCL_DEBUG=WARN
+# NCCL takes any interface but the loopback and Docker's bridge, which other machines do not reach.
+# If it takes a slow one, name the fast one, such as ib0.
+export NCCL_SOCKET_IFNAME='^lo,docker0'
+# srun starts the tasks on every node, and sets each task's rank: nbtoolkit reads it. The address of
+# the first node comes from Slurm's list of nodes, which is compressed (n[1-4]) and needs no parsing
+# here. When one rank has failed, srun ends the others, which would wait for it.
 status=0
-srun {{srun}} {{command}} || status=$?
+srun {{command}} || status=$?
 # The run ended early, at the time limit, with a checkpoint. The same job, requeued, resumes it.
-if [ {{early}} ] && [ "${SLURM_RESTART_COUNT:-0}" -lt {{requeues}} ]; then
+if [ {{ended_early}} ] && [ "${SLURM_RESTART_COUNT:-0}" -lt {{requeues}} ]; then
     scontrol requeue "$SLURM_JOB_ID"
     exit 0
 fi

@@ -20,12 +20,14 @@ pids=()
 # However this script ends, no machine goes on alone: ssh -tt sends the hang-up to torchrun.
 trap 'kill "${pids[@]}" 2> /dev/null || true' EXIT
 for host in "$@"; do
+    # NCCL takes any interface but the loopback and Docker's bridge, which other machines do not reach.
+    # If it takes a slow one, name the fast one, such as ib0. NCCL_DEBUG=INFO shows which it takes.
     # Each word is quoted for the remote shell. $host and $head are expanded here, once per machine.
     ssh -tt -o BatchMode=yes "$host" "$(printf '%q ' cd "$folder") && exec $(printf '%q ' \
-        env {{environment}} \
-        "$torchrun" --nnodes={{nodes}} --nproc-per-node={{devices}} --max-restarts={{restarts}} \
+        env NCCL_DEBUG=WARN NCCL_SOCKET_IFNAME='^lo,docker0' \
+        "$torchrun" --nnodes={{nodes}} --nproc-per-node={{devices}} --max-restarts=3 \
         --rdzv-backend=c10d --rdzv-endpoint="$head:{{port}}" --rdzv-id={{name}} \
-        -m nbtoolkit train {{arguments}})" < /dev/null &
+        -m {{module}})" < /dev/null &
     pids+=("$!")
 done
 # The first failure ends the script, and with it the other machines.

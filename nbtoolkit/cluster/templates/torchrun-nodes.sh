@@ -8,10 +8,14 @@
 # writes the run, and every rank reads its result.
 set -euo pipefail
 : "${HEAD:?set HEAD to the name or address of one machine, the same on all of them}"
-{{nccl}}
+# Warnings of NCCL; INFO shows which network each rank takes.
+export NCCL_DEBUG=WARN
+# NCCL takes any interface but the loopback and Docker's bridge, which other machines do not reach.
+# If it takes a slow one, name the fast one, such as ib0.
+export NCCL_SOCKET_IFNAME='^lo,docker0'
 # The c10d rendezvous numbers the machines itself: no --node-rank is needed, and one that comes
 # back gets a rank again. --rdzv-id keeps two trainings on the same machines apart.
 # --nnodes=MIN:MAX would go on with fewer machines after a loss; the batch of a step stays the same.
-exec torchrun --nnodes={{nodes}} --nproc-per-node={{devices}} --max-restarts={{restarts}} \
+exec torchrun --nnodes={{nodes}} --nproc-per-node={{devices}} --max-restarts=3 \
     --rdzv-backend=c10d --rdzv-endpoint="$HEAD:{{port}}" --rdzv-id={{name}} \
-    -m nbtoolkit train {{arguments}}
+    -m {{module}}

@@ -12,12 +12,12 @@ import torch
 
 from nbtoolkit.errors import FitError, some_names
 from nbtoolkit.extras.metric_learning.encoders import make_named
-from nbtoolkit.training.all_rows import all_rows
+from nbtoolkit.training.losses import all_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nbtoolkit.training.all_rows import RowsLoss
+    from nbtoolkit.training.losses import RowsLoss
 
 
 def make_loss(settings: str | Mapping[str, Any]) -> RowsLoss:

@@ -25,7 +25,7 @@ from nbtoolkit.extras.metric_learning.trained_encoder import (
 )
 from nbtoolkit.run.checkpoints.weights import load_weights
 from nbtoolkit.training.evaluation import predict
-from nbtoolkit.training.loop import fit
+from nbtoolkit.training.fit import fit
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError, WorkerDied
 from nbtoolkit.extras.metric_learning.contrastive import ClassBalanced, make_loss
-from nbtoolkit.training.loading.sampler import read_samples
+from nbtoolkit.training.samples import read_samples
 from nbtoolkit.worker.context import RunContext
 
 # Classes of 40, 9, 3 and 2 samples, in no order.

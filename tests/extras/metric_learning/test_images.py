@@ -14,7 +14,8 @@ from PIL import Image
 
 from nbtoolkit.errors import FitError, FoldError
 from nbtoolkit.extras.metric_learning.images import Images, decode, from_folder, from_table, split
-from nbtoolkit.training.loading.loader import make_train_loader
+from nbtoolkit.training.data import take_apart
+from nbtoolkit.training.loader import make_train_loader
 
 
 def write(path: Path, value: int = 100, size: tuple[int, int] = (6, 4)) -> Path:
@@ -147,7 +148,7 @@ def test_augmentation_does_not_depend_on_the_workers(folder: Path, tmp_path: Pat
         images = from_folder(folder, size=(4, 4), transforms=[Jitter()])
         (ctx,) = contexts(tmp_path / f"run{workers}", train__batch_size=3)
         config = ctx.config.with_overrides({"train.num_workers": workers})
-        loader = make_train_loader(ctx, config, images)
+        loader = make_train_loader(ctx, config, take_apart(images))
         seen.append([batch for batch, _ in loader.batches(1)])
     for (images0, labels0), (images2, labels2) in zip(*seen, strict=True):
         assert torch.equal(images0, images2)
@@ -157,7 +158,7 @@ def test_augmentation_does_not_depend_on_the_workers(folder: Path, tmp_path: Pat
 def test_a_damaged_image_in_a_worker_is_named(folder: Path, tmp_path: Path) -> None:
     (folder / "bee" / "patient_0.png").write_text("no image")
     (ctx,) = contexts(tmp_path / "run", train__num_workers=1, train__batch_size=6)
-    loader = make_train_loader(ctx, ctx.config, from_folder(folder))
+    loader = make_train_loader(ctx, ctx.config, take_apart(from_folder(folder)))
     with pytest.raises(FitError, match=r"bee/patient_0\.png cannot be decoded"):
         list(loader.batches(1))
 

@@ -1,22 +1,24 @@
-"""Apply every rule to notebooks, and format the hazards as text or JSON."""
+"""Find hazards in notebooks without running them (``nbtoolkit lint``)."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from nbtoolkit.lint.rules import (
+from nbtoolkit.notebooks.document import read_as_saved
+from nbtoolkit.notebooks.lint_rules import (
+    Hazard,
     built_before_launch,
     device_in_kernel,
     fixed_device,
     lone_collectives,
     unguarded_writes,
 )
-from nbtoolkit.lint.source import Hazard, NotebookProgram, read_cells
-from nbtoolkit.notebooks.document import read_as_saved
+from nbtoolkit.notebooks.program import Cell, NotebookProgram, read_cells
 from nbtoolkit.text_table import counted
 
 _RULES = (
@@ -26,6 +28,8 @@ _RULES = (
     unguarded_writes,
     lone_collectives,
 )
+
+_IGNORE = re.compile(r"#\s*nb:\s*ignore\[([^\]]*)\]")
 
 
 def find_hazards(path: str | os.PathLike[str]) -> list[Hazard]:
@@ -46,9 +50,19 @@ def find_hazards(path: str | os.PathLike[str]) -> list[Hazard]:
     cells = read_cells(read_as_saved(Path(path).expanduser()))
     program = NotebookProgram(cells)
     hazards = [hazard for rule in _RULES for hazard in rule(program)]
-    ignored = {cell.number: cell.ignored for cell in cells}
-    kept = (h for h in hazards if h.code not in ignored.get(h.cell, {}).get(h.line, ()))
+    kept = [each for each in hazards if not _is_ignored(each, cells[each.cell - 1])]
     return sorted(kept, key=lambda hazard: (hazard.cell, hazard.line))
+
+
+def _is_ignored(hazard: Hazard, cell: Cell) -> bool:
+    """Whether a comment on the hazard's line, or alone on the line above, allows it."""
+    here, above = (
+        cell.lines[hazard.line - 1],
+        "".join(cell.lines[hazard.line - 2 : hazard.line - 1]),
+    )
+    comments = here + (above if above.lstrip().startswith("#") else "")
+    codes = ",".join(_IGNORE.findall(comments)).split(",")
+    return hazard.code in [code.strip() for code in codes]
 
 
 def report(hazards: Mapping[Path, list[Hazard]], *, as_json: bool = False) -> str:
@@ -58,7 +72,7 @@ def report(hazards: Mapping[Path, list[Hazard]], *, as_json: bool = False) -> st
         hazards: notebook -> its hazards.
         as_json: return a JSON list with an object per hazard: notebook, code, cell, line, what, do.
     """
-    pairs = [(str(path), hazard) for path, found in hazards.items() for hazard in found]
+    pairs = [(str(path), hazard) for path, in_file in hazards.items() for hazard in in_file]
     if as_json:
         rows = [{"notebook": path, **asdict(hazard)} for path, hazard in pairs]
         return json.dumps(rows, indent=2)

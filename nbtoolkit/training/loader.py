@@ -5,32 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import replace
 from itertools import count, islice
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.batch_norm import smallest_share
-from nbtoolkit.training.loading.data import (
-    Batch,
-    Collate,
-    Sample,
-    float_type,
-    make_source,
-    noted,
-)
-from nbtoolkit.training.loading.epoch_order import (
+from nbtoolkit.training.data import Batch, Collate, Feed, Sample, make_source, noted, seed_sample
+from nbtoolkit.training.model import smallest_share
+from nbtoolkit.training.samples import (
     EpochOrder,
-    Feed,
-    SampleWeights,
-    make_order,
-    take_apart,
-)
-from nbtoolkit.training.loading.sampler import (
     IdentifiedBatch,
     MicroBatch,
     Passes,
     SampleLog,
+    SampleWeights,
     check_steps,
-    seed_sample,
+    make_order,
 )
 from nbtoolkit.worker.batch_slices import digest, refuse_different
 from nbtoolkit.worker.random_numbers import preserve_random_state
@@ -40,52 +28,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.training.loading.data import ArraySource, SampleSource
+    from nbtoolkit.training.data import ArraySource, SampleSource
     from nbtoolkit.worker.context import RunContext
-
-
-class TrainLoader(Protocol):
-    """One rank's micro-batches of the training set.
-
-    The global batch of an optimizer step is the same on any number of ranks, with any accumulation
-    and any number of workers; so are the random numbers of a sample.
-    """
-
-    order: str
-    """How the samples are drawn, if not by a permutation; a resumed run must do the same."""
-
-    @property
-    def steps(self) -> int | None:
-        """Optimizer steps of one epoch; None: a stream of unknown length."""
-
-    @property
-    def single(self) -> str:
-        """Which passes of an epoch have one sample; see :class:`Passes`."""
-
-    def batches(
-        self, epoch: int, *, skip: int = 0, limit: int | None = None
-    ) -> Iterator[tuple[Batch, MicroBatch]]:
-        """Yield this rank's batches of an epoch, on the device, and what each counts for.
-
-        Args:
-            epoch: from 1; seeds the order and the random numbers of the samples.
-            skip: optimizer steps at the epoch's beginning to leave out.
-            limit: maximum number of optimizer steps; None: to the epoch's end.
-        """
-
-    def sample_ids(self, epoch: int, step: int) -> list[int]:
-        """The samples of all ranks in optimizer step ``step`` (from 0) of ``epoch``, in order.
-
-        Positions in the data set, or in the stream. Of a stream: a step that was handed out.
-        """
 
 
 def make_train_loader(
     ctx: RunContext,
     config: Config,
-    data: object,
+    feed: Feed,
     *,
-    collate: Collate | None = None,
     fit: int = 1,
     sampler: Iterable[int] | None = None,
     sample_weights: SampleWeights | None = None,
@@ -97,28 +48,22 @@ def make_train_loader(
         ctx: the run's context.
         config: ``train.drop_last``, ``train.num_workers``, ``train.max_steps``,
             ``train.sample_weights``, ``tracking.record_samples``.
-        data: what :func:`~nbtoolkit.training.loading.data.make_source` takes, in the order of a
-            permutation of (seed, epoch); an iterable, in its own order (see
-            :class:`StreamTrainLoader`); or a ``DataLoader`` of either.
-        collate: makes a batch from a list of samples; default: torch's.
+        feed: what :func:`~nbtoolkit.training.data.make_source` takes, in the order of a
+            permutation of (seed, epoch); or an iterable, in its own order (see
+            :class:`StreamTrainLoader`).
         fit: which call of fit in the training function this is, for the record of the samples.
         sampler: the user's, in place of the permutation.
         sample_weights: the user's, in place of ``train.sample_weights``.
-        model: the data are for it: it decides the type of their floats, and its batch norms how
-            few samples a micro-batch may have.
+        model: its batch norms decide how few samples a micro-batch may have.
 
     Raises:
         FitError: the data cannot be used, are empty, or have no whole batch under
             ``train.drop_last``; a stream of unknown length has no ``train.max_steps``.
     """
     log = None
-    ranks = ctx.world_size
     if config.tracking.record_samples:
-        log = SampleLog(ctx.paths.samples(ctx.rank), ranks=ranks, fit=fit)
-    workers = config.train.num_workers
-    dtype = float_type(model)
+        log = SampleLog(ctx.paths.samples(ctx.rank), ranks=ctx.world_size, fit=fit)
     smallest = 1 if model is None else smallest_share(model)
-    feed = take_apart(data, collate=collate, workers=workers, dtype=dtype)
     batch, data = ctx.plan.global_batch_size, feed.data
     if feed.batch_size not in (None, batch):
         ctx.print(
@@ -138,9 +83,7 @@ def make_train_loader(
                 do="remove them, or let the stream itself choose its samples",
             )
         return _make_stream_loader(ctx, config, feed, log, smallest)
-    source = make_source(
-        data, ctx.device, collate=feed.collate, workers=feed.workers, seed=ctx.seed, dtype=dtype
-    )
+    source = make_source(feed, ctx.device, workers=config.train.num_workers, seed=ctx.seed)
     order = make_order(
         data, len(source), sampler, sample_weights, seed=ctx.seed, ranks=ctx.world_size
     )
@@ -160,7 +103,7 @@ def _make_stream_loader(
             allowed="an iterable with __len__ (its samples in one epoch), or train.max_steps",
             do="set train.max_steps: <optimizer steps of the whole run>",
         )
-    if feed.workers:
+    if feed.workers or config.train.num_workers:
         ctx.print("fit: no DataLoader workers: the training set is a stream, read by each rank")
     size = ctx.plan.global_batch_size if length is None else length
     passes = _make_passes(ctx, config, feed, size, smallest)
@@ -181,7 +124,15 @@ def _make_passes(ctx: RunContext, config: Config, feed: Feed, size: int, smalles
 
 
 class MapTrainLoader:
-    """Loads a data set by index; samples that an epoch skips are not loaded."""
+    """One rank's micro-batches of a training set with an index.
+
+    The global batch of an optimizer step is the same on any number of ranks, with any accumulation
+    and any number of workers; so are the random numbers of a sample. Samples that an epoch skips
+    are not loaded.
+
+    Attributes:
+        order: how the samples are drawn, if not by a permutation; a resumed run must do the same.
+    """
 
     def __init__(
         self,
@@ -195,18 +146,24 @@ class MapTrainLoader:
 
     @property
     def steps(self) -> int:
-        """See :class:`TrainLoader`."""
+        """Optimizer steps of one epoch."""
         return self._passes.steps
 
     @property
     def single(self) -> str:
-        """See :class:`TrainLoader`."""
+        """Which passes of an epoch have one sample; see :class:`Passes`."""
         return self._passes.single
 
     def batches(
         self, epoch: int, *, skip: int = 0, limit: int | None = None
     ) -> Iterator[tuple[Batch, MicroBatch]]:
-        """See :class:`TrainLoader`."""
+        """Yield this rank's batches of an epoch, on the device, and what each counts for.
+
+        Args:
+            epoch: from 1; seeds the order and the random numbers of the samples.
+            skip: optimizer steps at the epoch's beginning to leave out.
+            limit: maximum number of optimizer steps; None: to the epoch's end.
+        """
         passes = self._passes
         first = passes.count_micro_batches(skip)
         last = None if limit is None else passes.count_micro_batches(skip + limit)
@@ -219,7 +176,7 @@ class MapTrainLoader:
         return self._log.record(epoch, skip, zip(batches, micro_batches, ids, strict=True))
 
     def sample_ids(self, epoch: int, step: int) -> list[int]:
-        """See :class:`TrainLoader`."""
+        """The samples of all ranks in optimizer step ``step`` (from 0) of ``epoch``, in order."""
         if step >= self.steps:
             return []
         batch_size = self._passes.batch
@@ -244,7 +201,7 @@ _END = object()
 
 
 class StreamTrainLoader:
-    """Loads a stream of samples, in its own order; see :class:`TrainLoader`.
+    """One rank's micro-batches of a stream of samples, in its own order.
 
     Each rank reads the whole stream and makes batches of its part of every global batch only. All
     ranks therefore see its end, and weight a smaller last step without a collective. The stream
@@ -292,18 +249,18 @@ class StreamTrainLoader:
 
     @property
     def steps(self) -> int | None:
-        """See :class:`TrainLoader`."""
+        """Optimizer steps of one epoch; None: the length of the stream is unknown."""
         return None if self._length is None else replace(self._passes, size=self._length).steps
 
     @property
     def single(self) -> str:
-        """See :class:`TrainLoader`; of a stream of unknown length not that of its last step."""
+        """See :attr:`MapTrainLoader.single`; of unknown length, not that of the last step."""
         return replace(self._passes, size=self._length or self._passes.batch).single
 
     def batches(
         self, epoch: int, *, skip: int = 0, limit: int | None = None
     ) -> Iterator[tuple[Batch, MicroBatch]]:
-        """See :class:`TrainLoader`.
+        """See :meth:`MapTrainLoader.batches`.
 
         Raises:
             FitError: the epoch has no step, or not as many samples as the stream's ``len()``.
@@ -315,7 +272,7 @@ class StreamTrainLoader:
         return ((batch, micro_batch) for batch, micro_batch, _ in batches)
 
     def sample_ids(self, epoch: int, step: int) -> list[int]:
-        """See :class:`TrainLoader`."""
+        """The positions in the stream of the samples of a step that was handed out."""
         start = step * self._passes.batch
         end = start + self._passes.batch
         return list(range(start, min(end, self._lengths.get(epoch, end))))
@@ -417,3 +374,7 @@ def stream_length(data: object) -> int | None:
         return len(cast("Sized", data))
     except (TypeError, NotImplementedError):
         return None
+
+
+TrainLoader: TypeAlias = MapTrainLoader | StreamTrainLoader
+"""One rank's micro-batches of a training set."""

@@ -1,23 +1,30 @@
-"""Turn a data set into one rank's batches: arrays by blocks of rows, other data sets by samples."""
+"""Turn the user's data into one rank's batches: arrays by blocks of rows, other data by samples."""
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
-from nbtoolkit.errors import FitError
+from nbtoolkit.errors import FitError, some_names
 from nbtoolkit.run.serialization import PackedError, add_note, pack_error, unpack_error
-from nbtoolkit.training.loading.sampler import seed_sample
-from nbtoolkit.worker.random_numbers import GeneratorStates, preserve_random_state
+from nbtoolkit.worker.random_numbers import (
+    GeneratorStates,
+    preserve_random_state,
+    seed_generators,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.utils.data import DataLoader, Dataset
+
+    from nbtoolkit.training.losses import Labels
 
 Sample: TypeAlias = Any
 """One item of a data set, in the user's own form."""
@@ -31,96 +38,160 @@ TORCHS_IGNORED = -100
 """torch's default ``ignore_index``."""
 
 
-# --- loading in worker processes ---
+# --- the user's data ---
 
 
-# Bytes. A Unix socket's path has at most 107 (man 7 unix), of which multiprocessing needs 32 for
-# /pymp-xxxxxxxx/listener-xxxxxxxx below the temporary folder.
-_LONGEST_TEMPORARY = 107 - 32
+@dataclass(frozen=True)
+class Feed:
+    """What ``fit`` trains or evaluates on.
 
-
-def _check_sockets() -> None:
-    """Refuse a temporary folder whose path leaves no room for the workers' sockets.
-
-    A worker that cannot create its socket reports it on stderr only, and the DataLoader waits for
-    ever.
+    Attributes:
+        data: a data set in any form but a ``DataLoader`` or a table.
+        collate: makes a batch from a list of samples; None: torch's.
+        dtype: of the floats of arrays; None: as they are.
+        workers: ``DataLoader`` processes of each rank; 0: as ``train.num_workers`` says.
+        sampler: the order or choice of the samples; None: a permutation of all.
+        drop_last: whether the loader leaves out an incomplete batch.
+        batch_size: the loader's; None: there was no loader.
     """
-    folder = tempfile.gettempdir()
-    if len(os.fsencode(folder)) > _LONGEST_TEMPORARY:
+
+    data: object
+    collate: Collate | None
+    dtype: torch.dtype | None
+    workers: int = 0
+    sampler: Iterable[int] | None = None
+    drop_last: bool = False
+    batch_size: int | None = None
+
+    @property
+    def targets(self) -> Labels | None:
+        """The targets of all samples, as batches have them: of a pair of arrays; None: unknown."""
+        return second_array(self.data) if self.collate is None else None
+
+
+def take_apart(
+    data: object, *, collate: Collate | None = None, model: nn.Module | None = None
+) -> Feed:
+    """What a ``DataLoader`` is made of; tables of pandas become tensors, other data stay.
+
+    A shuffling loader gives no sampler: the permutation of ``fit`` does the same. Nor does a
+    ``DistributedSampler``: ``fit`` divides the samples among the ranks itself.
+
+    Args:
+        data: what the user passed.
+        collate: the user's, in place of the loader's.
+        model: the data are for it: it decides the type of their floats.
+
+    Raises:
+        FitError: the loader makes its batches by a ``batch_sampler`` of its own, or none; or a
+            column of a table is not of numbers.
+    """
+    from torch.utils.data import DataLoader, IterableDataset, RandomSampler, default_collate
+    from torch.utils.data.distributed import DistributedSampler
+
+    dtype = _float_type(model)
+    if not isinstance(data, DataLoader):
+        return Feed(_without_tables(data, dtype), collate, dtype)
+    if data.batch_size is None:
+        own = "a batch_sampler of its own" if data.batch_sampler is not None else "batch_size=None"
         raise FitError(
-            f"DataLoader workers would hang: they send tensors over Unix sockets in {folder}, "
-            "and the path of this temporary folder is too long for a socket",
-            allowed=f"a path of at most {_LONGEST_TEMPORARY} bytes, or train.num_workers: 0",
-            do="start Python with TMPDIR set to a shorter path, such as /tmp",
+            f"the DataLoader has {own}, but fit makes the batches (of train.batch_size)",
+            allowed="a DataLoader with batch_size, and with shuffle or a sampler",
+            do="pass the data set, or a DataLoader with the sampler inside (not one that "
+            "ctx.prepare returned)",
         )
+    dataset: Any = data.dataset
+    sampler: Any = data.sampler
+    shuffles = (
+        isinstance(sampler, RandomSampler)
+        and not sampler.replacement
+        and sampler.num_samples == len(dataset)
+    )
+    if isinstance(dataset, IterableDataset) or shuffles or isinstance(sampler, DistributedSampler):
+        sampler = None
+    if collate is None and data.collate_fn is not default_collate:
+        collate = data.collate_fn
+    return Feed(dataset, collate, dtype, data.num_workers, sampler, data.drop_last, data.batch_size)
 
 
-def isolated() -> AbstractContextManager[None]:
-    """Restore this process's random generators after a block; a worker has its own ones."""
-    from torch.utils.data import get_worker_info
+def _float_type(model: nn.Module | None) -> torch.dtype | None:
+    """The type of a model's weights, for the floats of its data.
 
-    return preserve_random_state() if get_worker_info() is None else nullcontext()
+    Returns:
+        float32 or float64; None: the weights have other types, or several.
+    """
+    import torch
 
-
-@contextmanager
-def noted(where: str) -> Iterator[None]:
-    """Add a note to an error raised inside: where it was raised."""
-    try:
-        yield
-    except Exception as error:
-        add_note(error, f"[nbtoolkit] {where}")
-        raise
+    parameters = [] if model is None else [*model.parameters()]
+    types = {one.dtype for one in parameters if one.is_floating_point()}
+    return types.pop() if types in ({torch.float32}, {torch.float64}) else None
 
 
-class _Keys:
-    """A sampler whose keys are set before each iteration."""
-
-    keys: Iterable[_BatchKey] = ()
-
-    def __iter__(self) -> Iterator[_BatchKey]:
-        return iter(self.keys)
-
-
-class _Batches:
-    """The batches of a data set, in the form of a data set."""
-
-    def __init__(self, make: _BatchMaker) -> None:
-        self._make = make
-
-    def __getitem__(self, key: _BatchKey) -> Batch:
-        try:
-            return self._make(key)
-        except Exception as error:
-            return _Failure(error)
+def _without_tables(data: object, dtype: torch.dtype | None) -> object:
+    """``data`` with tensors in place of pandas' DataFrames and Series, also in a tuple or dict."""
+    pandas = sys.modules.get("pandas")  # not imported: then there are none
+    if pandas is None:
+        return data
+    if isinstance(data, (pandas.DataFrame, pandas.Series)):
+        return _tensor_of_table(data, dtype)
+    if type(data) is tuple:
+        return tuple(_without_tables(part, dtype) for part in data)
+    if type(data) is dict:
+        return {name: _without_tables(part, dtype) for name, part in data.items()}
+    return data
 
 
-class _Failure:
-    """An error in place of an item. The DataLoader's own way loses the error's traceback."""
+def _tensor_of_table(table: Any, dtype: torch.dtype | None) -> Tensor:
+    """A DataFrame as floats (n, columns); a Series of whole numbers as int64 (n,), else floats.
 
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
+    Raises:
+        FitError: a column is not of numbers.
+    """
+    import torch
+    from pandas.api.types import is_bool_dtype, is_integer_dtype, is_numeric_dtype
 
-    def error(self) -> BaseException:
-        """The error to raise."""
-        return self._error
-
-    def __reduce__(self) -> tuple[type[_WorkerFailure], tuple[PackedError]]:
-        return _WorkerFailure, (pack_error(self._error),)
-
-
-class _WorkerFailure(_Failure):
-    """A failure that a worker sent."""
-
-    def __init__(self, packed: PackedError) -> None:
-        self._packed = packed
-
-    def error(self) -> BaseException:
-        """The error to raise, made now: its traceback keeps the frames in which it is made."""
-        return unpack_error(self._packed)
+    columns = table.dtypes.items() if table.ndim == 2 else [(table.name, table.dtype)]
+    others = [f"{name!r} ({kind})" for name, kind in columns if not is_numeric_dtype(kind)]
+    if others:
+        raise FitError(
+            f"columns of the {type(table).__name__} are not numbers: {some_names(others)}",
+            allowed="columns of numbers; fit makes floats of a DataFrame, and int64 of a Series "
+            "of whole numbers (class labels)",
+            do="encode them (features: pd.get_dummies(df); labels: pd.factorize(labels)[0]), or "
+            "leave them out: df.select_dtypes('number')",
+        )
+    labels = table.ndim == 1 and (is_integer_dtype(table.dtype) or is_bool_dtype(table.dtype))
+    if labels and not table.isna().any():
+        return torch.from_numpy(table.to_numpy("int64", copy=True))
+    kind = "float64" if dtype is torch.float64 else "float32"
+    return torch.from_numpy(table.to_numpy(kind, copy=True, na_value=float("nan")))
 
 
-def _identity(batch: Batch) -> Batch:
-    return batch
+def second_array(data: object) -> Labels | None:
+    """The second array of a pair of arrays; None: ``data`` is none."""
+    import numpy as np
+    import torch
+    from torch.utils.data import TensorDataset
+
+    parts: Any = data.tensors if type(data) is TensorDataset else data
+    if not isinstance(parts, tuple) or len(parts) != 2:
+        return None
+    return parts[1] if isinstance(parts[1], (torch.Tensor, np.ndarray)) else None
+
+
+def labels_of(data: object) -> Labels | None:
+    """The targets of all samples: a pair's second array, or the data set's; None: unknown."""
+    import numpy as np
+    import torch
+    from torch.utils.data import Subset
+
+    if isinstance(data, Subset):
+        whole = labels_of(data.dataset)
+        return None if whole is None else torch.as_tensor(whole)[torch.as_tensor(data.indices)]
+    if isinstance(data, tuple) or hasattr(data, "tensors"):
+        return second_array(data)
+    found = getattr(data, "targets", getattr(data, "labels", None))
+    return np.asarray(found) if isinstance(found, (list, tuple)) else found
 
 
 # --- data sets ---
@@ -139,13 +210,7 @@ class MapDataset(Protocol):
 
 
 def make_source(
-    data: object,
-    device: torch.device,
-    *,
-    collate: Collate | None = None,
-    workers: int = 0,
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
+    feed: Feed, device: torch.device, *, workers: int = 0, seed: int = 0
 ) -> ArraySource | SampleSource:
     """Wrap the user's data set.
 
@@ -156,35 +221,21 @@ def make_source(
     create them in ``__getitem__``, from ``random.getrandbits(64)``.
 
     Args:
-        data: a ``TensorDataset``, a tensor or array, a tuple or dict of them with equal first
-            dimension (loaded by blocks of rows); or any map-style data set (loaded by samples).
+        feed: its data are a ``TensorDataset``, a tensor or array, a tuple or dict of them with
+            equal first dimension (loaded by blocks of rows; by samples, if it has a ``collate``);
+            or any map-style data set (loaded by samples).
         device: the device of the batches.
-        collate: makes a batch from a list of samples; arrays are then loaded by samples, too.
-        workers: ``DataLoader`` processes of this rank; arrays need none.
+        workers: ``DataLoader`` processes of this rank, if the feed names none; arrays need none.
         seed: the run's, for random augmentation.
-        dtype: of the floats of arrays, from :func:`float_type`; None: as they are.
 
     Raises:
-        FitError: ``data`` is none of these, or its arrays differ in length.
+        FitError: the data are none of these, or their arrays differ in length.
     """
-    arrays = _as_arrays(data)
-    if arrays is not None and collate is None:
-        return ArraySource(arrays, device, dtype)
-    dataset = _as_map_dataset(data) if arrays is None else _Rows(arrays, dtype)
-    return SampleSource(dataset, device, collate, workers, seed)
-
-
-def float_type(model: nn.Module | None) -> torch.dtype | None:
-    """The type of a model's weights, for the floats of its data.
-
-    Returns:
-        float32 or float64; None: the weights have other types, or several.
-    """
-    import torch
-
-    parameters = [] if model is None else [*model.parameters()]
-    types = {one.dtype for one in parameters if one.is_floating_point()}
-    return types.pop() if types in ({torch.float32}, {torch.float64}) else None
+    arrays = _as_arrays(feed.data)
+    if arrays is not None and feed.collate is None:
+        return ArraySource(arrays, device, feed.dtype)
+    dataset = _as_map_dataset(feed.data) if arrays is None else _Rows(arrays, feed.dtype)
+    return SampleSource(dataset, device, feed.collate, feed.workers or workers, seed)
 
 
 class Arrays(NamedTuple):
@@ -461,3 +512,103 @@ def _as_map_dataset(data: object) -> MapDataset:
             do="give it __len__ and __getitem__, or write your own loop with ctx.prepare",
         )
     return cast("MapDataset", data)
+
+
+# --- loading in worker processes ---
+
+
+# Bytes. A Unix socket's path has at most 107 (man 7 unix), of which multiprocessing needs 32 for
+# /pymp-xxxxxxxx/listener-xxxxxxxx below the temporary folder.
+_LONGEST_TEMPORARY = 107 - 32
+
+
+def _check_sockets() -> None:
+    """Refuse a temporary folder whose path leaves no room for the workers' sockets.
+
+    A worker that cannot create its socket reports it on stderr only, and the DataLoader waits for
+    ever.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > _LONGEST_TEMPORARY:
+        raise FitError(
+            f"DataLoader workers would hang: they send tensors over Unix sockets in {folder}, "
+            "and the path of this temporary folder is too long for a socket",
+            allowed=f"a path of at most {_LONGEST_TEMPORARY} bytes, or train.num_workers: 0",
+            do="start Python with TMPDIR set to a shorter path, such as /tmp",
+        )
+
+
+def seed_sample(seed: int, epoch: int, sample: int) -> None:
+    """Seed the global generators for one sample.
+
+    Its random numbers then depend on (seed, epoch, sample), not on the process that loads it.
+    """
+    seed_generators(seed, "sample", epoch, sample)
+
+
+def isolated() -> AbstractContextManager[None]:
+    """Restore this process's random generators after a block; a worker has its own ones."""
+    from torch.utils.data import get_worker_info
+
+    return preserve_random_state() if get_worker_info() is None else nullcontext()
+
+
+@contextmanager
+def noted(where: str) -> Iterator[None]:
+    """Add a note to an error raised inside: where it was raised."""
+    try:
+        yield
+    except Exception as error:
+        add_note(error, f"[nbtoolkit] {where}")
+        raise
+
+
+class _Keys:
+    """A sampler whose keys are set before each iteration."""
+
+    keys: Iterable[_BatchKey] = ()
+
+    def __iter__(self) -> Iterator[_BatchKey]:
+        return iter(self.keys)
+
+
+class _Batches:
+    """The batches of a data set, in the form of a data set."""
+
+    def __init__(self, make: _BatchMaker) -> None:
+        self._make = make
+
+    def __getitem__(self, key: _BatchKey) -> Batch:
+        try:
+            return self._make(key)
+        except Exception as error:
+            return _Failure(error)
+
+
+class _Failure:
+    """An error in place of an item. The DataLoader's own way loses the error's traceback."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def error(self) -> BaseException:
+        """The error to raise."""
+        return self._error
+
+    def __reduce__(self) -> tuple[type[_WorkerFailure], tuple[PackedError]]:
+        return _WorkerFailure, (pack_error(self._error),)
+
+
+class _WorkerFailure(_Failure):
+    """A failure that a worker sent."""
+
+    def __init__(self, packed: PackedError) -> None:
+        self._packed = packed
+
+    def error(self) -> BaseException:
+        """The error to raise, made now: its traceback keeps the frames in which it is made."""
+        return unpack_error(self._packed)
+
+
+def _identity(batch: Batch) -> Batch:
+    return batch

@@ -1,26 +1,41 @@
-"""Decide which samples each optimizer step takes and which rank gets them, and record them."""
+"""Decide which samples each optimizer step takes and which rank gets them, and record them.
+
+The samples of an epoch are a permutation, or drawn by a sampler or by weights. A draw is a pure
+function of (seed, epoch), the same on any number of ranks, so a resumed run continues in the same
+order.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import count
+from functools import cached_property, lru_cache
+from itertools import count, islice
+from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypedDict, cast
 
 from nbtoolkit.errors import FitError
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.training.data import labels_of, seed_sample
 from nbtoolkit.worker.batch_slices import shard
-from nbtoolkit.worker.random_numbers import seed_generators
+from nbtoolkit.worker.collectives import broadcast
+from nbtoolkit.worker.random_numbers import derive_seed, preserve_random_state
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
-    from nbtoolkit.training.loading.data import Batch
+    from nbtoolkit.training.data import Batch
+
+
+SampleWeights: TypeAlias = "Tensor | NDArray[np.generic] | Sequence[float] | Literal['balanced']"
+"""One weight per sample, or ``"balanced"``: the inverse frequency of the sample's class."""
 
 
 class MicroBatch(NamedTuple):
@@ -191,15 +206,193 @@ def check_steps(passes: Passes) -> Passes:
     return passes
 
 
-# --- random numbers of a sample ---
+# --- order ---
 
 
-def seed_sample(seed: int, epoch: int, sample: int) -> None:
-    """Seed the global generators for one sample.
+@dataclass(frozen=True)
+class EpochOrder:
+    """The samples of every epoch.
 
-    Its random numbers then depend on (seed, epoch, sample), not on the process that loads it.
+    Attributes:
+        size: samples that an epoch takes.
+        draw: the epoch (from 1) -> its samples, int64 of shape (size,); called on all ranks.
+        name: equal for orders that draw the same, "" of permutations; a resumed run is compared by
+            it.
     """
-    seed_generators(seed, "sample", epoch, sample)
+
+    size: int
+    draw: Callable[[int], Tensor]
+    name: str
+
+
+def make_order(
+    data: object,
+    samples: int,
+    sampler: Iterable[int] | None,
+    weights: SampleWeights | None,
+    *,
+    seed: int,
+    ranks: int,
+) -> EpochOrder:
+    """Return the order that the user asked for; by default a permutation of all samples.
+
+    Args:
+        data: the training set, whose labels ``"balanced"`` needs.
+        samples: its length.
+        sampler: ``sampler=`` of ``fit``.
+        weights: ``sample_weights=`` of ``fit``.
+        seed: the run's.
+        ranks: the number of ranks.
+
+    Raises:
+        FitError: both are given, or one of them does not fit the data.
+    """
+    if sampler is not None and weights is not None:
+        raise FitError(
+            "fit was given a sampler and sample_weights: each of them chooses the samples",
+            allowed="one of sampler= and sample_weights= (train.sample_weights)",
+            do="remove one of them",
+        )
+    if weights is not None:
+        return _weighted(weights, data, samples, seed)
+    if sampler is not None:
+        return _sampled(sampler, samples, seed, ranks)
+    return EpochOrder(samples, lambda epoch: permutation(samples, seed=seed, epoch=epoch), "")
+
+
+def permutation(samples: int, *, seed: int, epoch: int) -> Tensor:
+    """Return all samples in the order of ``epoch``: int64, a function of the arguments."""
+    import torch
+
+    generator = torch.Generator().manual_seed(derive_seed(seed, "order", epoch))
+    return torch.randperm(samples, generator=generator)
+
+
+def _weighted(weights: SampleWeights, data: object, samples: int, seed: int) -> EpochOrder:
+    """``samples`` draws with replacement, in proportion to the weights."""
+    import torch
+
+    if isinstance(weights, str):
+        given = _balanced(weights, data)
+    else:
+        given = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    usable = bool(given.isfinite().all()) and bool((given >= 0).all()) and float(given.sum()) > 0
+    if given.shape != (samples,) or not usable:
+        fault = "are not numbers of at least 0, with one above"
+        if given.shape != (samples,):
+            fault = f"have the shape {tuple(given.shape)}, and the training set {samples} samples"
+        raise FitError(
+            f"the sample_weights {fault}",
+            allowed="a 1-D array of one finite weight per sample, or 'balanced'",
+            do="compute the weights from the samples that fit gets as train_data",
+        )
+    ends = given.cumsum(0)  # torch.multinomial allows 2**24 samples only
+
+    def draw(epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(derive_seed(seed, "weights", epoch))
+        points = torch.rand(samples, generator=generator, dtype=torch.float64) * ends[-1]
+        return torch.searchsorted(ends, points, right=True)
+
+    digest = hashlib.blake2b(given.numpy().tobytes(), digest_size=8).hexdigest()
+    return EpochOrder(samples, draw, f"weights {digest}")
+
+
+def _balanced(weights: str, data: object) -> Tensor:
+    """One over the number of samples of the sample's class."""
+    import torch
+
+    found = labels_of(data) if weights == "balanced" else None
+    labels = None if found is None else torch.as_tensor(found).detach().cpu()
+    if labels is not None and labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels is None or labels.ndim != 1 or bool((labels != labels.floor()).any()):
+        raise FitError(
+            f"sample_weights is {weights!r}, and fit does not find one class per sample",
+            allowed="'balanced' for a pair of arrays (inputs, labels), or labels in the attribute "
+            "targets or labels of the data set; or an array of weights",
+            do="pass sample_weights=<one weight per sample>",
+        )
+    _, places, counts = labels.unique(return_inverse=True, return_counts=True)
+    return cast("Tensor", 1.0 / counts[places].double())
+
+
+# --- samplers ---
+
+
+def _sampled(sampler: Iterable[int], samples: int, seed: int, ranks: int) -> EpochOrder:
+    """Rank 0 asks the sampler, and all ranks use its answer: a generator may be rank 0's own."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import BatchSampler
+    from torch.utils.data.distributed import DistributedSampler
+
+    name, fault = type(sampler).__name__, ""
+    if isinstance(sampler, BatchSampler):
+        fault = "gives batches"
+    elif isinstance(sampler, DistributedSampler):
+        fault = "gives each rank a part"
+    elif not hasattr(sampler, "__len__"):
+        fault = "has no length"
+    if fault or not isinstance(sampler, Sized):
+        raise FitError(
+            f"the sampler {name} {fault}",
+            allowed="an iterable with __len__ of the indices of a whole epoch: fit makes the "
+            "batches, and divides them among the ranks",
+            do="remove it, pass the sampler inside it, or a list of indices",
+        )
+    size, asks = len(sampler), ranks == 1 or dist.get_rank() == 0
+    if asks and _ask(sampler, 1, size, samples, seed) != _ask(sampler, 1, size, samples, seed):
+        raise FitError(
+            f"the sampler {name} gives another order when it is asked for the same epoch again, so "
+            "a resumed run would take other samples",
+            allowed="samplers that draw from torch's, NumPy's or Python's global generators, from "
+            "a torch.Generator in their attribute `generator`, or by set_epoch(epoch): fit seeds "
+            "these",
+            do="draw with torch.randperm or random.shuffle inside __iter__",
+        )
+
+    @lru_cache(maxsize=1)
+    def draw(epoch: int) -> Tensor:
+        mine = _ask(sampler, epoch, size, samples, seed) if asks else None
+        return torch.tensor(broadcast(mine, ranks), dtype=torch.int64)
+
+    return EpochOrder(size, draw, f"{name} of {size}")
+
+
+def _ask(sampler: Iterable[int], epoch: int, size: int, samples: int, seed: int) -> list[int]:
+    """The indices of ``epoch``, with all generators seeded by (seed, epoch).
+
+    Raises:
+        FitError: they are not ``size`` indices of ``samples`` samples.
+    """
+    import torch
+
+    generator = getattr(sampler, "generator", None)
+    set_epoch = getattr(sampler, "set_epoch", None)
+    with preserve_random_state():
+        seed_sample(seed, epoch, -1)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(derive_seed(seed, "order", epoch))
+        if callable(set_epoch):
+            set_epoch(epoch)
+        given = list(islice(sampler, size + 1))
+    strange = [one for one in given if not hasattr(one, "__index__")]
+    indices = [] if strange else [index(one) for one in given]
+    beyond = [one for one in indices if not 0 <= one < samples]
+    if strange:
+        fault = f"gives {strange[0]!r}, which is no index"
+    elif len(indices) != size:
+        found = "more" if len(indices) > size else len(indices)
+        fault = f"gives {found} indices, and its len() is {size}"
+    elif beyond:
+        fault = f"gives the index {beyond[0]}, and the training set has {samples} samples"
+    else:
+        return indices
+    raise FitError(
+        f"the sampler {type(sampler).__name__} {fault}",
+        allowed=f"len(sampler) indices of samples, from 0 to {samples - 1}",
+        do="make the sampler for the data set that fit gets as train_data",
+    )
 
 
 # --- the record of the samples (``tracking.record_samples``) ---

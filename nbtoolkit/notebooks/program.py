@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,77 +15,16 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 
-ADVICE: Mapping[str, str] = {
-    "device-in-kernel": "move it into the function that is launched, with ctx.device; "
-    "nb.detect_hardware() lists the devices without using them",
-    "fixed-device": "use ctx.device, or let ctx.prepare or nb.fit place it",
-    "built-before-launch": "make it inside the function that is launched",
-    "unguarded-write": "put it under `if ctx.is_main:`, or put ctx.rank into the file's name; "
-    "ctx.save and ctx.log need no `if`",
-    "lone-collective": "move it out of the `if`, so that all ranks make this call",
-}
-"""Code of each hazard, and the advice for hazards without advice of their own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hazard:
-    """A place in a notebook that fails elsewhere, and what to do about it."""
-
-    code: str
-    """A key of :data:`ADVICE`, as in ``# nb: ignore[...]``."""
-    cell: int
-    """Number of the code cell, from 1."""
-    line: int
-    """Line in the cell, from 1."""
-    what: str
-    """What is wrong."""
-    do: str
-    """What to do now."""
-
-    def sentence(self, notebook: str) -> str:
-        """Return place, code, problem and advice as text.
-
-        Args:
-            notebook: the notebook's name.
-        """
-        place = f"{notebook}, cell {self.cell}, line {self.line}"
-        return f"{place}: {self.code}: {self.what}\n  Do now:  {self.do}"
-
-
-def hazard(code: str, what: str, *, cell: int, line: int, do: str = "") -> Hazard:
-    """Make a hazard; ``do`` defaults to the advice for its code."""
-    return Hazard(code=code, cell=cell, line=line, what=what, do=do or ADVICE[code])
-
-
-class ImportedNames:
-    """Resolve names by a notebook's imports.
-
-    Args:
-        trees: the syntax trees of its cells.
-    """
-
-    def __init__(self, trees: Iterable[ast.AST]) -> None:
-        self._imported: dict[str, str] = {}
-        for tree in trees:
-            for node in ast.walk(tree):
-                self._add(node)
-
-    def full_name(self, node: ast.AST) -> str:
-        """Return ``torch.utils.data.DataLoader`` for ``DataLoader``; ``.to`` for ``f(x).to``."""
-        if isinstance(node, ast.Attribute):
-            return f"{self.full_name(node.value)}.{node.attr}"
-        if isinstance(node, ast.Name):
-            return self._imported.get(node.id, node.id)
-        return ""
-
-    def _add(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                top = name.name.partition(".")[0]
-                self._imported[name.asname or top] = name.name if name.asname else top
+def imported_names(tree: ast.AST) -> dict[str, str]:
+    """Return what the imports in a syntax tree bind: name -> full name."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):  # `import torch.nn` itself binds `torch`
+            names.update({each.asname: each.name for each in node.names if each.asname})
         elif isinstance(node, ast.ImportFrom):
-            for name in node.names:
-                self._imported[name.asname or name.name] = f"{node.module or ''}.{name.name}"
+            for each in node.names:
+                names[each.asname or each.name] = f"{node.module or ''}.{each.name}"
+    return names
 
 
 # Names that are true only in the main rank, as in ``if ctx.is_main:``.
@@ -146,12 +85,10 @@ def _last(node: ast.AST) -> str:
     return name.lower() if isinstance(name, str) else ""
 
 
-_IGNORE = re.compile(r"#\s*nb:\s*ignore(?:\[([^\]]*)\])?")
-
-# Magics whose cell or line is Python.
+# Magics whose cell or line is Python. IPython joins the lines of a continued magic: empty lines
+# after it keep the line numbers.
 _PYTHON_CELL = re.compile(r"\A\s*%%(time|timeit|capture|prun|python3?)\b.*")
 _PYTHON_LINE = re.compile(r"^([ \t]*)%time[ \t]+", re.MULTILINE)
-# IPython joins the lines of a continued magic; empty lines after it keep the line numbers.
 _CONTINUED = re.compile(r"^[ \t]*[!%](?:[^\n]*\\\n)+[^\n]*$", re.MULTILINE)
 
 
@@ -161,46 +98,34 @@ class Cell:
 
     number: int
     """Position among the code cells, from 1."""
+    lines: list[str]
     tree: ast.Module
     """The code; empty if it is not Python."""
-    ignored: dict[int, list[str]]
-    """Line -> the codes that a comment on it, or alone above it, allows."""
 
 
 def read_cells(notebook: NotebookNode) -> list[Cell]:
     """Return the user's own code cells of a notebook, in order."""
-    return [_cell(number, node) for number, node in numbered(notebook)]
-
-
-def _cell(number: int, node: NotebookNode) -> Cell:
-    try:
-        tree = _parse(node.source)
-    except (SyntaxError, ValueError):  # `ruff check` reports it
-        tree = ast.Module([], [])
-    return Cell(number=number, tree=tree, ignored=dict(_ignored(node.source)))
+    cells = []
+    for number, node in numbered(notebook):
+        try:
+            tree = _parse(node.source)
+        except (SyntaxError, ValueError):  # `ruff check` reports it
+            tree = ast.Module([], [])
+        cells.append(Cell(number=number, lines=node.source.splitlines(), tree=tree))
+    return cells
 
 
 def _parse(source: str) -> ast.Module:
     plain = _PYTHON_LINE.sub(r"\1", _PYTHON_CELL.sub("", source))
-    joined = _CONTINUED.sub(lambda magic: _on_one_line(magic[0]), plain)
-    lines = joined.splitlines()
-    empty = next((n for n, line in enumerate(lines) if line.strip()), len(lines))
+    joined = _CONTINUED.sub(
+        lambda magic: magic[0].replace("\\\n", " ") + "\n" * magic[0].count("\\\n"), plain
+    )
+    # IPython drops empty lines at the top.
+    body = re.sub(r"\A(\s*\n)+", "", joined)
+    top = joined.count("\n") - body.count("\n")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes such as "\\d" are allowed
-        # IPython drops empty lines at the top, and dedents an indented cell.
-        return ast.increment_lineno(ast.parse(as_python("\n".join(lines[empty:]))), empty)
-
-
-def _on_one_line(magic: str) -> str:
-    return magic.replace("\\\n", " ") + "\n" * magic.count("\\\n")
-
-
-def _ignored(source: str) -> Iterator[tuple[int, list[str]]]:
-    for number, line in enumerate(source.splitlines(), start=1):
-        if found := _IGNORE.search(line):
-            codes = [code.strip() for code in (found[1] or "").split(",")]
-            alone = not line[: found.start()].strip()
-            yield (number + 1 if alone else number), codes
+        return ast.increment_lineno(ast.parse(as_python(body)), top)
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -233,10 +158,20 @@ class NotebookProgram:
 
     def __init__(self, cells: list[Cell]) -> None:
         self.cells = cells
-        self.names = ImportedNames(cell.tree for cell in cells)
+        self._imported: dict[str, str] = {}
+        for cell in cells:
+            self._imported.update(imported_names(cell.tree))
         self._functions = {
             node.name: (cell, node) for cell in cells for node in _functions(cell.tree)
         }
+
+    def full_name(self, node: ast.AST) -> str:
+        """Return ``torch.utils.data.DataLoader`` for ``DataLoader``; ``.to`` for ``f(x).to``."""
+        if isinstance(node, ast.Attribute):
+            return f"{self.full_name(node.value)}.{node.attr}"
+        if isinstance(node, ast.Name):
+            return self._imported.get(node.id, node.id)
+        return ""
 
     def in_kernel(self) -> Iterator[Site]:
         """Yield the code that runs in the kernel: the cells, and the functions that they call."""
@@ -265,7 +200,7 @@ class NotebookProgram:
                     yield cell, node
 
     def _is_launch(self, call: ast.Call) -> bool:
-        module, _, name = self.names.full_name(call.func).rpartition(".")
+        module, _, name = self.full_name(call.func).rpartition(".")
         return name in _LAUNCHES and module.partition(".")[0] in ("nbtoolkit", "accelerate", "")
 
     def _launched(self) -> list[str]:

@@ -7,17 +7,20 @@ import math
 import sys
 from collections.abc import Iterable
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nbtoolkit.config.reads import mark_used
 from nbtoolkit.config.schema import ConfigLike, as_config
-from nbtoolkit.errors import CheckpointError, RunStopped
-from nbtoolkit.run.checkpoints.checkpoint_store import StoredCheckpoint
+from nbtoolkit.errors import RunStopped
 from nbtoolkit.run.paths import write_json
-from nbtoolkit.training.batch_norm import refuse_single_samples
-from nbtoolkit.training.callbacks import Callbacks, FitState
-from nbtoolkit.training.checkpoints import CheckpointManager, estimate_bytes
+from nbtoolkit.training.callbacks import Callbacks, FitState, StepProfiler
+from nbtoolkit.training.checkpoints import (
+    CheckpointManager,
+    Resumable,
+    TrainState,
+    check_monitor,
+)
+from nbtoolkit.training.data import Collate, take_apart
 from nbtoolkit.training.evaluation import (
     ModelPredictor,
     Validator,
@@ -25,26 +28,21 @@ from nbtoolkit.training.evaluation import (
     forward_pair,
     save_predictor,
 )
-from nbtoolkit.training.loading.data import Collate
-from nbtoolkit.training.loading.epoch_order import SampleWeights, known_targets
-from nbtoolkit.training.loading.loader import TrainLoader, make_train_loader
-from nbtoolkit.training.loading.sampler import MicroBatch
-from nbtoolkit.training.losses import Loss, StepLoss, check_loss, raise_if_not_finite
+from nbtoolkit.training.loader import TrainLoader, make_train_loader
+from nbtoolkit.training.losses import Loss, check_loss
 from nbtoolkit.training.metrics import Metrics, check_accuracy, named_metrics, reported_names
-from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers
-from nbtoolkit.training.optim.optimizer import GivenOptimizer, refuse_several
-from nbtoolkit.training.optim.schedule import GivenSchedule
+from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers, refuse_single_samples
+from nbtoolkit.training.optim import GivenOptimizer, GivenSchedule, refuse_several
+from nbtoolkit.training.samples import MicroBatch, SampleWeights
 from nbtoolkit.training.step import Forward, Recipe, TrainStep
-from nbtoolkit.training.step_time import StepClock, StepProfiler
-from nbtoolkit.training.sync import LossWindow, SyncResult, sync_ranks
-from nbtoolkit.training.train_state import (
+from nbtoolkit.training.sync import (
+    LossWindow,
     MetricLogger,
-    RandomState,
-    State,
-    TrainState,
-    check_monitor,
-    gather_random_states,
-    restore_random_state,
+    StepClock,
+    StepLoss,
+    SyncResult,
+    raise_if_not_finite,
+    sync_ranks,
 )
 from nbtoolkit.worker.random_numbers import seed_rank
 from nbtoolkit.worker.watch import Watch
@@ -173,11 +171,11 @@ def fit(
     announced = [] if adds else [*names, f"best_{monitor}", "epoch", "best_epoch"]
     ctx.announce(announced, stems, first_step=1)
     with CheckpointManager(ctx, config) as checkpoints, contextlib.ExitStack() as closing:
+        feed = take_apart(train_data, collate=collate, model=model)
         loader = make_train_loader(
             ctx,
             config,
-            train_data,
-            collate=collate,
+            feed,
             fit=checkpoints.number,
             sampler=sampler,
             sample_weights=sample_weights,
@@ -188,8 +186,7 @@ def fit(
         for profiler in profilers:
             profiler.expect(loader.steps, total)
             closing.enter_context(profiler)
-        # A step or a collate of the user's may change the targets.
-        targets = known_targets(train_data) if step is None and collate is None else None
+        targets = feed.targets if step is None else None  # a step may change them
         check_accuracy(by_name, targets)
         recipe = Recipe(
             loss=loss,
@@ -211,7 +208,7 @@ def fit(
         ctx.accumulates(entered=False)
         values = training.finish()
         if ctx.is_main and ctx.has_fold and not ctx.params:  # a sweep's folds keep none
-            predictor = ModelPredictor(train_step.module, step, collate, train_data)
+            predictor = ModelPredictor(train_step.module, step, feed.collate)
             save_predictor(ctx.paths, predictor)
         return values
 
@@ -232,6 +229,18 @@ class _Training:
         self._callbacks, self._epoch = callbacks, 0
         self._train_step, self._checkpoints = train_step, checkpoints
         self._state, self._logger = TrainState(ctx, config), MetricLogger(ctx)
+        self._resumable = Resumable(
+            train_step,
+            self._state,
+            callbacks,
+            {
+                "global_batch_size": ctx.plan.global_batch_size,
+                "steps_per_epoch": loader.steps,
+                "seed": ctx.seed,
+                "order": loader.order,
+            },
+            lambda: self._moment("on_save_checkpoint"),
+        )
         self._watch = Watch(ctx, checkpoints)
         self._window, self._clock = LossWindow(), StepClock(ctx, train_step.model)
         if config.tracking.record_samples and ctx.is_main:
@@ -242,30 +251,9 @@ class _Training:
 
     def resume(self) -> None:
         """Resume from the newest undamaged checkpoint of the run, if there is one."""
-        ctx, train_step, state = self._ctx, self._train_step, self._state
-        stored = self._checkpoints.latest()
-        self._checkpoints.check_space(*estimate_bytes(train_step))
-        if ctx.is_main:
-            self._callbacks.check_states()
-        if stored is not None:
-            self._restore(stored)
-        self._epoch = state.epoch
+        self._checkpoints.resume(self._resumable)
+        self._epoch = self._state.epoch
         self._moment("on_fit_start")
-
-    def _restore(self, stored: StoredCheckpoint) -> None:
-        ctx, train_step, state = self._ctx, self._train_step, self._state
-        saved = stored.read("training")
-        _check_same_samples(stored.folder, saved["sampling"], self._sampling())
-        train_step.restore({**saved, **stored.weights()}, source=str(stored.folder))
-        state.restore(saved["progress"])
-        self._callbacks.restore(saved.get("callbacks", {}))
-        if state.taken:
-            if len(saved["random_states"]) == ctx.world_size:
-                restore_random_state(saved["random_states"][ctx.rank], ctx.device)
-            else:
-                seed_rank(ctx.device, ctx.seed, "resumed", train_step.steps_done, ctx.rank)
-        within = f", {state.taken} steps into the next one" if state.taken else ""
-        ctx.print(f"fit: resumes after epoch {state.epoch}{within}")
 
     @property
     def done(self) -> bool:
@@ -327,19 +315,19 @@ class _Training:
             if state.stopped:
                 self._ctx.print(f"fit: stops after epoch {self._epoch}: {state.stopped}")
         better = state.end_epoch(values, train_step.steps_done)
-        train_step.end_epoch(values[state.monitored])
+        train_step.schedule.end_epoch(values[state.monitored])
         if better and state.has_best:
             about = {"epoch": state.epoch, "values": values}
             best = strategy.gathered(train_step.weights())
             checkpoints.keep_best(best, train_step.steps_done, about)
         due = self.done or checkpoints.due_by_epochs(state.epoch)
         if due or strategy.agreed(checkpoints.due_by_time()):
-            self._save(None)
+            checkpoints.save(self._resumable, within_epoch=False)
         try:
             self._ctx.report(values, step=state.epoch)
         except RunStopped as stop:
             if stop.status != "pruned":
-                self._save(None)
+                checkpoints.save(self._resumable, within_epoch=False)
             raise
 
     def finish(self) -> dict[str, float]:
@@ -349,7 +337,7 @@ class _Training:
             train_step.module.load_state_dict(train_step.evaluated_module.state_dict())
         if state.ends_with_best:
             train_step.load_on_all_ranks(self._checkpoints.best_weights())
-        train_step.close()
+        train_step.strategy.close()
         self._moment("on_fit_end")
         return state.summary()
 
@@ -406,7 +394,7 @@ class _Training:
         """Within an epoch: save a due checkpoint, or stop."""
         decision = self._watch.decision(signal, self._train_step.steps_done)
         if decision.save:
-            self._save(gather_random_states(self._ctx.device, self._ctx.world_size))
+            self._checkpoints.save(self._resumable, within_epoch=True)
         if decision.status is not None:
             raise RunStopped(decision.status)
 
@@ -428,47 +416,6 @@ class _Training:
             grad_norm=None if train_step.grad_norm is None else float(train_step.grad_norm),
         )
 
-    def _save(self, random_states: list[RandomState] | None) -> None:
-        """Save what a resumed fit needs.
-
-        Args:
-            random_states: of all ranks, within an epoch; None at its end.
-        """
-        train_step, state = self._train_step, self._state
-        gathered: State | None = None
-        if train_step.strategy.gathers and self._config.checkpoint.enabled:
-            self._checkpoints.finish_writing()  # rank 0 then has the memory of one whole state
-            gathered = train_step.strategy.gathered(train_step.state())
-
-        def make_parts() -> dict[str, State]:
-            self._moment("on_save_checkpoint")
-            training = dict(train_step.state() if gathered is None else gathered)
-            model = training.pop("model")
-            training |= {
-                "progress": state.state(),
-                "random_states": random_states,
-                "sampling": self._sampling(),
-                "callbacks": self._callbacks.state(),
-            }
-            parts = {"model": model, "training": training}
-            if "loss_parameters" in training:
-                parts["loss_parameters"] = training.pop("loss_parameters")
-            if train_step.averages is not None and train_step.averages.active:
-                parts["averaged"] = train_step.averages.weights()
-            return parts
-
-        about = {"epoch": state.epoch, "taken": state.taken, "values": state.values}
-        self._checkpoints.save(make_parts, train_step.steps_done, about)
-
-    def _sampling(self) -> State:
-        """What must be equal for a position in an epoch to mean the same samples."""
-        return {
-            "global_batch_size": self._ctx.plan.global_batch_size,
-            "steps_per_epoch": self._loader.steps,
-            "seed": self._ctx.seed,
-            "order": self._loader.order,
-        }
-
     def _update_averages(self) -> None:
         """Complete the averages at an epoch's end, before validation."""
         averages = self._train_step.averages
@@ -480,19 +427,3 @@ class _Training:
             epoch = self._loader.batches(state.epoch + 1, limit=state.taken)
             batches = (batch for batch, micro_batch in epoch if micro_batch.samples)
             averages.update_batch_norm(batches, self._train_step.forward)
-
-
-def _check_same_samples(folder: Path, then: State, now: State) -> None:
-    changed = [
-        f"{name} {then[name] or 'a permutation'} then, {now[name] or 'a permutation'} now"
-        for name in now
-        if then[name] != now[name]
-    ]
-    if changed:
-        raise CheckpointError(
-            f"the checkpoint {folder} was made with other samples in its steps: "
-            + "; ".join(changed),
-            allowed="the same data set, seed, and samples in an optimizer step (with "
-            "train.batch_size_per_device: the same number of ranks and accumulation steps)",
-            do="launch as before, or with resume='never'",
-        )

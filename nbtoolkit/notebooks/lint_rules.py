@@ -3,9 +3,53 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from nbtoolkit.lint.source import Hazard, NotebookProgram, Site, hazard, mentions_rank
+from nbtoolkit.notebooks.program import NotebookProgram, Site, mentions_rank
+
+ADVICE: Mapping[str, str] = {
+    "device-in-kernel": "move it into the function that is launched, with ctx.device; "
+    "nb.detect_hardware() lists the devices without using them",
+    "fixed-device": "use ctx.device, or let ctx.prepare or nb.fit place it",
+    "built-before-launch": "make it inside the function that is launched",
+    "unguarded-write": "put it under `if ctx.is_main:`, or put ctx.rank into the file's name; "
+    "ctx.save and ctx.log need no `if`",
+    "lone-collective": "move it out of the `if`, so that all ranks make this call",
+}
+"""Code of each hazard, and the advice for hazards without advice of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hazard:
+    """A place in a notebook that fails elsewhere, and what to do about it."""
+
+    code: str
+    """A key of :data:`ADVICE`, as in ``# nb: ignore[...]``."""
+    cell: int
+    """Number of the code cell, from 1."""
+    line: int
+    """Line in the cell, from 1."""
+    what: str
+    """What is wrong."""
+    do: str
+    """What to do now."""
+
+    def sentence(self, notebook: str) -> str:
+        """Return place, code, problem and advice as text.
+
+        Args:
+            notebook: the notebook's name.
+        """
+        place = f"{notebook}, cell {self.cell}, line {self.line}"
+        return f"{place}: {self.code}: {self.what}\n  Do now:  {self.do}"
+
+
+def _hazard(site: Site, code: str, what: str, do: str = "") -> Hazard:
+    """Return a hazard; ``do`` defaults to the advice for its code."""
+    line = getattr(site.node, "lineno", 0)
+    return Hazard(code=code, cell=site.cell.number, line=line, what=what, do=do or ADVICE[code])
+
 
 # --- devices ---
 
@@ -29,7 +73,7 @@ def device_in_kernel(program: NotebookProgram) -> Iterator[Hazard]:
     names = _device_names(program)
     for site in program.in_kernel():
         if isinstance(site.node, ast.Call) and (what := _gpu_use(site.node, program, names)):
-            yield _at(site, "device-in-kernel", what)
+            yield _hazard(site, "device-in-kernel", what)
 
 
 def fixed_device(program: NotebookProgram) -> Iterator[Hazard]:
@@ -37,7 +81,7 @@ def fixed_device(program: NotebookProgram) -> Iterator[Hazard]:
     for site in program.in_ranks():
         if isinstance(site.node, ast.Call) and (why := _placement(site.node, set())):
             what = f"{why} fails without a GPU, and may put every rank on the same one"
-            yield _at(site, "fixed-device", what)
+            yield _hazard(site, "fixed-device", what)
 
 
 def built_before_launch(program: NotebookProgram) -> Iterator[Hazard]:
@@ -46,19 +90,14 @@ def built_before_launch(program: NotebookProgram) -> Iterator[Hazard]:
     for site in program.in_kernel():
         if not isinstance(site.node, ast.Call) or first is None:
             continue
-        name = program.names.full_name(site.node.func).rpartition(".")[2]
+        name = program.full_name(site.node.func).rpartition(".")[2]
         if name in _TOO_EARLY and (site.cell.number, site.node.lineno) < first:
             what = f"{name}(...) is created in the kernel, before the launch: {_TOO_EARLY[name]}"
-            yield _at(site, "built-before-launch", what)
-
-
-def _at(site: Site, code: str, what: str, do: str = "") -> Hazard:
-    line = getattr(site.node, "lineno", 0)
-    return hazard(code, what, cell=site.cell.number, line=line, do=do)
+            yield _hazard(site, "built-before-launch", what)
 
 
 def _gpu_use(call: ast.Call, program: NotebookProgram, names: set[str]) -> str:
-    full = program.names.full_name(call.func)
+    full = program.full_name(call.func)
     if full in _QUERIES:
         return f"{full}() starts the driver in the kernel: its forked processes cannot use a GPU"
     if full.startswith("torch.cuda.") and full not in _HARMLESS:
@@ -119,13 +158,13 @@ def lone_collectives(program: NotebookProgram) -> Iterator[Hazard]:
         call = site.node
         if not site.guarded or not isinstance(call, ast.Call):
             continue
-        if name := _collective(program.names.full_name(call.func), ast.unparse(call.func)):
+        if name := _collective(program.full_name(call.func), ast.unparse(call.func)):
             what = f"only the main rank calls {name}, which waits for the other ranks"
-            yield _at(site, "lone-collective", what)
+            yield _hazard(site, "lone-collective", what)
         elif isinstance(call.func, ast.Name) and call.func.id in wrapped:
             what = f"only the main rank calls {call.func.id}(...): DDP waits for the other ranks"
             do = f"move it out of the `if`, or call ctx.unwrap({call.func.id})(...)"
-            yield _at(site, "lone-collective", what, do)
+            yield _hazard(site, "lone-collective", what, do)
 
 
 def _collective(full: str, written: str) -> str:
@@ -208,8 +247,8 @@ def unguarded_writes(program: NotebookProgram) -> Iterator[Hazard]:
         call = site.node
         if site.guarded or not isinstance(call, ast.Call) or mentions_rank(call):
             continue
-        if name := _write(call, program.names.full_name(call.func)):
-            yield _at(site, "unguarded-write", f"every rank calls {name}")
+        if name := _write(call, program.full_name(call.func)):
+            yield _hazard(site, "unguarded-write", f"every rank calls {name}")
 
 
 def _write(call: ast.Call, full: str) -> str:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.training.loading.data import Batch
+    from nbtoolkit.run.checkpoints.checkpoint_store import State
+    from nbtoolkit.training.data import Batch
     from nbtoolkit.training.model import BatchNorm
-    from nbtoolkit.training.train_state import State
 
 BatchForward: TypeAlias = "Callable[[nn.Module, Batch], object]"
 """``forward(module, batch)`` passes a batch of any form through a module."""

@@ -1,1 +1,0 @@
-"""Find hazards in a notebook without running it (``nbtoolkit lint``)."""

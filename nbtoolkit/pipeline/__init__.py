@@ -1,1 +1,0 @@
-"""Run notebooks in order; each step can use the values that earlier steps published."""

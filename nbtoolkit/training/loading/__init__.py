@@ -1,1 +1,0 @@
-"""Which samples a step takes, and the batches made from them."""
