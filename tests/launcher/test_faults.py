@@ -587,8 +587,8 @@ def leave_no_trace(config: nb.Config, launches: int) -> int:
     all_gone({pid})
     for _ in range(5):
         run(functions.ranks, config)
-    # It imports torch._dynamo (80 MB) while ranks leave it alone for 0.25 s, which on a fast machine
-    # those of the launches above do not.
+    # It imports torch._dynamo (80 MB) while ranks leave it alone for 0.25 s, which those of the
+    # launches above do not on a fast machine.
     run(functions.all_sleep, config.with_overrides({"model.seconds": 1}))
     until(rests, "the fork server's imports")
     before, memory_before = state(), memory()
