@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypedDict
 
+from nbtoolkit.cards import properties_html
 from nbtoolkit.config.yaml_source import dump
 from nbtoolkit.environment.deadline import span
 from nbtoolkit.environment.resources import try_lock
@@ -23,7 +24,6 @@ from nbtoolkit.errors import (
     NotebookTimeout,
 )
 from nbtoolkit.run.paths import announced_runs, read_json
-from nbtoolkit.text_table import html_table
 
 _LOCK_TRIES = 3
 
@@ -219,7 +219,7 @@ class NotebookResult:
         rows: list[tuple[str, object]] = [*self.values.items()]
         rows += [("run", folder) for folder in self.runs]
         rows += [("executed copy", self.output), ("time", span(self.seconds))]
-        return html_table("notebook: completed", rows)
+        return properties_html("notebook: completed", rows)
 
 
 def published_text(values: Mapping[str, object]) -> str:

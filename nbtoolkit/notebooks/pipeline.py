@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
+from nbtoolkit.cards import Card, Table, html
 from nbtoolkit.config.layers import Overrides, places_to_look
 from nbtoolkit.config.yaml_source import Mistake, dump, refuse
 from nbtoolkit.environment.deadline import span
@@ -50,7 +51,6 @@ from nbtoolkit.notebooks.pipeline_file import (
 from nbtoolkit.notebooks.run import Display, require_packages, run_notebook
 from nbtoolkit.run.attempts import readable_first_event
 from nbtoolkit.run.paths import RunPaths, read_or_empty, runs_in, write_whole
-from nbtoolkit.text_table import html_columns
 from nbtoolkit.version import __version__
 
 StepStatus = Literal["done", "skipped", "early"]
@@ -130,7 +130,7 @@ class PipelineResult:
             )
             for step in self.steps.values()
         ]
-        return html_columns(header, rows)
+        return html([Card("", [Table(header, rows)], span=4)])
 
 
 def run_pipeline(
