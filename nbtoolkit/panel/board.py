@@ -84,6 +84,7 @@ class Board:
             for name, (text, tooltip) in BUTTONS.items()
         }
         self.more = labelled(w.IntText, "add", {"width": "90px"}, value=10)
+        self.more.observe(lambda _: actions.on_choice(), "value")  # which draws the button's label
         narrow = {"flex": "1 1 220px", "min_width": "120px", "max_width": "420px"}
         self.run = labelled(w.Dropdown, "run", narrow, options=[("(none)", "")])
         self.run.observe(lambda change: actions.on_run(change["new"]), "value")

@@ -173,7 +173,7 @@ class AttemptSpan:
 
 def _read_all(folder: Path) -> tuple[list[AttemptSpan], list[str]]:
     """Read the spans of all runs below a folder, and the folders that cannot be read."""
-    spans: dict[tuple[str, float, str], AttemptSpan] = {}
+    spans: list[AttemptSpan] = []
     skipped: list[str] = []
 
     def skip(error: OSError) -> None:
@@ -183,19 +183,12 @@ def _read_all(folder: Path) -> tuple[list[AttemptSpan], list[str]]:
         folders[:] = [name for name in folders if _may_hold_runs(name)]
         if "events.jsonl" not in files:
             continue
-        place = Path(parent).relative_to(folder)
-        run = str(place)
+        run = str(Path(parent).relative_to(folder))
         try:
-            read = _read_run(Path(parent) / "events.jsonl", run)
+            spans += _read_run(Path(parent) / "events.jsonl", run)
         except RunFileError:
-            skipped.append(str(place))
-            continue
-        for span in read:
-            # Of two copies the longer counts.
-            key = span.run, span.attempt, span.week
-            if key not in spans or span.end > spans[key].end:
-                spans[key] = span
-    return [*spans.values()], sorted(skipped)
+            skipped.append(run)
+    return spans, sorted(skipped)
 
 
 def _may_hold_runs(name: str) -> bool:

@@ -122,7 +122,7 @@ def test_predictions_and_scores_are_those_of_a_plain_loop(config: nb.Config) -> 
     assert (cv.table["n_train"] + cv.table["n_valid"]).tolist() == [442] * 5
     assert (cv.table["seconds"] > 0).all()
     assert f"mae={cv.mean['mae']:.4g} ±" in repr(cv)
-    assert "5 of 5 folds" in cv._repr_html_()
+    assert "5/5 folds" in cv._repr_html_()
 
 
 @pytest.mark.long

@@ -125,7 +125,7 @@ def test_output_appears_in_the_cell(shared: Notebook) -> None:
     ]
     assert "bar: 100%" in cell.text
     assert "[rank 0] {'a': 1}" in lines
-    assert "<table>" in cell.displayed[-1]["text/html"]
+    assert "<table" in cell.displayed[-1]["text/html"]
     assert "completed" in cell.displayed[-1]["text/html"]
 
 

@@ -45,7 +45,7 @@ def test_a_resumed_sweep_counts_what_is_done_and_repeats_nothing(
     assert "the study already has 2 trials" not in said[2]
     assert "trial 3 " in said[2]
     assert not any(f"trial {number} " in said[2] for number in range(3))
-    assert "4 of 4 trials" in said[2]
+    assert "4/4 trials" in said[2]
 
 
 def test_a_complete_sweep_is_shown_again_and_not_run_again(
@@ -110,10 +110,9 @@ def check_complete(
     assert len(list(unfinished(folder, wanted))) == (not done)
 
 
-def test_a_report_has_the_curves_and_the_throughput_of_the_folds(config: Config) -> None:
+def test_a_report_has_the_curves_of_the_folds(config: Config) -> None:
     cv = nb.cross_validate(train, config, nb.make_folds([0, 1] * 6, k=2), display="off")
     page = nb.report(cv.paths.folder).read_text()
     assert "mean ± sd" in page
     for number in range(2):
-        assert f", fold {number}" in page
-    assert ">200<" in page
+        assert f">fold {number}<" in page

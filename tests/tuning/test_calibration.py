@@ -114,7 +114,7 @@ def test_a_kept_calibration_is_not_measured_again(
     assert config.with_overrides(result.settings).distributed.strategy == "ddp"
     assert result.relative(result.chosen) == 1.6
     assert "* distributed.strategy: ddp" in repr(result)
-    assert "<table>" in result._repr_html_()
+    assert "<table" in result._repr_html_()
 
 
 def test_a_launch_follows_a_kept_calibration(config: nb.Config) -> None:

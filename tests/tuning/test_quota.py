@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +19,9 @@ from run_folders import write_run
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import TuningError
+from nbtoolkit.panel.cost import cost_text as panel_cost_text
 from nbtoolkit.panel.form import FormState
-from nbtoolkit.panel.setup import cost_text as panel_cost_text
-from nbtoolkit.run.paths import TRASH
 from nbtoolkit.tuning.quota import cost_text, week_of
-from nbtoolkit.views.runs import move_to_trash
 
 HOUR = 3600.0
 
@@ -98,24 +95,6 @@ def test_the_present_week_has_hours_used_and_left(tmp_path: Path) -> None:
     assert quota.used == pytest.approx(10 / 3600, abs=1e-6)
     assert quota.left == pytest.approx(0.01 - 10 / 3600, abs=1e-6)
     assert nb.quota(tmp_path).left is None
-
-
-def test_a_run_in_the_trash_counts_and_its_copy_does_not(tmp_path: Path) -> None:
-    names = [f"20261119T12000{i}-a-000{i}" for i in range(2)]
-    for name in names:
-        write_run(tmp_path, name, events=events(THURSDAY, 1, 1, "colab"))
-    before = cells(nb.quota(tmp_path))
-    assert before == [("colab", "2026-11-16", "Tesla T4", 2, 2.0, 2.0)]
-    trashed = move_to_trash(tmp_path / names[0])
-    assert cells(nb.quota(tmp_path)) == before
-    # The same run comes back from a bundle, with one more attempt.
-    shutil.copytree(trashed, tmp_path / names[0])
-    with (tmp_path / names[0] / "events.jsonl").open("a") as file:
-        for event in events(THURSDAY + 9 * HOUR, 3, 1, "colab", attempt=2):
-            file.write(json.dumps(event) + "\n")
-    assert cells(nb.quota(tmp_path)) == [("colab", "2026-11-16", "Tesla T4", 2, 5.0, 5.0)]
-    shutil.rmtree(tmp_path / TRASH)
-    assert cells(nb.quota(tmp_path)) == [("colab", "2026-11-16", "Tesla T4", 2, 5.0, 5.0)]
 
 
 def test_a_bundle_carries_the_hours_with_its_runs(tmp_path: Path) -> None:
