@@ -26,7 +26,7 @@ from nbtoolkit.config.validation import fields as allowed_values
 from nbtoolkit.config.yaml_source import Layer, dump, parse_settings, parse_value
 from nbtoolkit.errors import ConfigError, NbtoolkitError
 from nbtoolkit.run.paths import atomic_file
-from nbtoolkit.study.space import translate_names
+from nbtoolkit.study.notation import translate_names
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 
 # --- fields ---

@@ -23,7 +23,7 @@ from nbtoolkit.panel.widgets import (
     sign_button,
     wrapped_row,
 )
-from nbtoolkit.study.parameter import expand
+from nbtoolkit.study.notation import expand
 from nbtoolkit.study.sweep_config import SweepConfig
 from nbtoolkit.text_table import shortened
 

@@ -15,7 +15,7 @@ from nbtoolkit.run.events import Event, TrialChanged
 from nbtoolkit.text_table import duration, html_columns, number, text_columns
 
 if TYPE_CHECKING:
-    from nbtoolkit.study.parameter import Params
+    from nbtoolkit.study.space import Params
     from nbtoolkit.study.sweep_config import SweepConfig
 
 ENDED = ("complete", "pruned", "failed", "infeasible")

@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import accumulate, combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.errors import MissingExtra, SweepError
 from nbtoolkit.study.importance import LEAST, Importance, fence, importance
-from nbtoolkit.study.parameter import CategoricalParameter, Searched
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import (
     counted,
@@ -59,6 +58,7 @@ from nbtoolkit.views.trial_rows import (
 )
 
 if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
 
 _LINES, _SELECTED = 200, 50  # learning curves; above that so many of the best and the newest
@@ -250,7 +250,7 @@ def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> str:
         table: its trials.
         axes: of the objectives: from :func:`value_axis`.
     """
-    space = {} if state.space is None else state.space.searched
+    space = {name: one for name, one in state.space.items() if "value" not in one}
     names = [*(space or dict.fromkeys(n for t in table.trials.values() for n in t.params))]
     drawn = [trial for trial in table.trials.values() if value_of(trial) is not None]
     if not names or not drawn:
@@ -265,7 +265,7 @@ def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> str:
     cards = []
     most = max(_SLICES // len(axes), 1)
     for name in names[:most]:
-        across, at = _positions(space.get(name), [t for t in trials if name in t.params], name)
+        across, at = _positions(space.get(name, {}), [t for t in trials if name in t.params], name)
         pictures = [
             chart(_marks(table, at, None, objective), x=across, y=axis, size=(240, 140))
             for objective, axis in enumerate(axes)
@@ -281,19 +281,21 @@ def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> str:
 
 
 def _positions(
-    parameter: Searched | None, trials: Sequence[Trial], name: str
+    parameter: Mapping[str, Any], trials: Sequence[Trial], name: str
 ) -> tuple[Axis, dict[Trial, float]]:
     """The axis of a parameter, and each trial's position on it."""
     values = {trial: trial.params[name] for trial in trials}
     numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values.values())
-    if numeric and not isinstance(parameter, CategoricalParameter):
-        axis = Axis()
-        if parameter is not None:
-            integer = parameter.type == "int"
-            axis = Axis(low=parameter.low, high=parameter.high, log=parameter.log, integer=integer)
+    if numeric and "choices" not in parameter:
+        axis = Axis(
+            low=parameter.get("low"),
+            high=parameter.get("high"),
+            log=parameter.get("log", False),
+            integer=parameter.get("type") == "int",
+        )
         return axis, {trial: float(value) for trial, value in values.items()}
     texts = {trial: _choice(value) for trial, value in values.items()}
-    choices = map(_choice, parameter.choices) if isinstance(parameter, CategoricalParameter) else ()
+    choices = map(_choice, parameter.get("choices", ()))
     order = {
         text: float(index) for index, text in enumerate(dict.fromkeys([*choices, *texts.values()]))
     }
@@ -373,15 +375,17 @@ def _optuna_trials(state: State) -> list[FrozenTrial]:
     """Make the complete trials, and one for each that was pruned."""
     from optuna.trial import TrialState, create_trial
 
+    from nbtoolkit.study.space import Space
+
     assert isinstance(state.table, SweepTable)
-    if state.space is None:
+    if not state.space:
         return []
-    known = state.space.distributions()
+    space = Space(state.space)
     trials = [create_trial(state=TrialState.PRUNED)] * state.table.count("pruned")
     for index, value in sorted(state.values.copy().items()):
-        params = state.space.encode(state.table.trials[index].params)
-        distributions = {name: known[name] for name in params}
-        trials.append(create_trial(params=params, distributions=distributions, value=value))
+        params = space.encode(state.table.trials[index].params)
+        kinds: dict[str, BaseDistribution] = {name: space.distributions[name] for name in params}
+        trials.append(create_trial(params=params, distributions=kinds, value=value))
     return trials
 
 
