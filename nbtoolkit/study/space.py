@@ -73,14 +73,14 @@ class Space:
             except (ValueError, OverflowError, UserWarning) as error:
                 mistakes.append(self._mistake(name, str(error)))
             wrong = _wrong_conditions(parameter, full)
-            mistakes += [self._mistake(name, what, allowed) for what, allowed in wrong]
+            mistakes += [self._mistake(name, problem, allowed) for problem, allowed in wrong]
         refuse(mistakes, SpaceError)
         self.parameters = self._sorted(full)
         kinds = ((name, made[name]) for name in self.parameters)
         self.distributions = {name: kind for name, kind in kinds if kind is not None}
         if not self.distributions:
-            what = "space: there is nothing to search"
-            raise SpaceError(what, do="give a setting a range or a list")
+            problem = "space: there is nothing to search"
+            raise SpaceError(problem, do="give a setting a range or a list")
 
     def _sorted(self, parameters: Mapping[str, Params]) -> dict[str, Params]:
         """Return the parameters, each after those that its condition names."""
@@ -211,9 +211,9 @@ class Space:
             try:
                 config.with_overrides({name: value})
             except ConfigError as error:
-                what = error.what.removeprefix(f"override {name!r}: ")
+                problem = error.what.removeprefix(f"override {name!r}: ")
                 place = self._place(name)
-                return Mistake(place=place, what=what, allowed=error.allowed, do=error.do)
+                return Mistake(place=place, what=problem, allowed=error.allowed, do=error.do)
         return None
 
     def outside(self, point: Mapping[str, object]) -> Iterator[str]:
@@ -233,8 +233,8 @@ class Space:
         """Return where a parameter is written; its name if it does not come from a file."""
         return self._places.get((name,), f"space {name!r}")
 
-    def _mistake(self, name: str, what: str, allowed: str = "") -> Mistake:
-        return Mistake(place=self._place(name), what=f"space.{name}: {what}", allowed=allowed)
+    def _mistake(self, name: str, problem: str, allowed: str = "") -> Mistake:
+        return Mistake(place=self._place(name), what=f"space.{name}: {problem}", allowed=allowed)
 
     def __repr__(self) -> str:
         return f"Space({', '.join(self.parameters)})"

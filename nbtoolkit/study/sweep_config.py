@@ -9,7 +9,7 @@ space:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, PlainSerializer, ValidationError
@@ -184,8 +184,8 @@ class SweepConfig(Section):
         try:
             from nbtoolkit.study.space import Space
         except ImportError as error:
-            what = f"a sweep needs Optuna: {error}"
-            raise MissingExtra(what, do=install_line("search")) from error
+            problem = f"a sweep needs Optuna: {error}"
+            raise MissingExtra(problem, do=install_line("search")) from error
         return Space(self.space.to_dict(), places)
 
     def to_dict(self) -> dict[str, Any]:
@@ -244,8 +244,8 @@ def load_sweep_config(
     study = sweep_config.study.model_copy(update={"metric": metric})
     sweep_config = sweep_config.model_copy(update={"study": study})
     conflicts = [
-        Mistake(place=_place(setting, layer.places), what=f"{setting}: {what}", do=do)
-        for setting, what, do in _conflicts(sweep_config, space, config)
+        Mistake(place=_place(setting, layer.places), what=f"{setting}: {problem}", do=do)
+        for setting, problem, do in _conflicts(sweep_config, space, config)
     ]
     refuse(conflicts, SpaceError)
     return _resolved(sweep_config, space, config)
@@ -269,9 +269,9 @@ def _with_sections(layer: Layer) -> Layer:
         if values[name] is None:
             del values[name]  # `folds: null`
         elif not isinstance(values[name], Mapping):
-            what = f"'{name}' is a section, not {values.pop(name)!r}"
+            problem = f"'{name}' is a section, not {values.pop(name)!r}"
             place = places.get((name,), name)
-            found.append(Mistake(place=place, what=what, allowed="`name: value` lines under it"))
+            found.append(Mistake(place=place, what=problem, allowed="`name: value` lines under it"))
     return Layer(values=values, places=places, mistakes=tuple(found))
 
 
@@ -301,47 +301,42 @@ def _conflicts(sweep_config: SweepConfig, space: Space, config: Config) -> Itera
         do = 'pass n_trials=20 or timeout="2h", or set them under budget'
         yield "budget", "has no end", do
     if sweep_config.pruner == "wilcoxon" and folds.k is None and folds.file is None:
-        what = "wilcoxon compares trials fold by fold, and there are no folds"
-        yield "study.pruner", what, "set folds, or pruner: median"
+        problem = "wilcoxon compares trials fold by fold, and there are no folds"
+        yield "study.pruner", problem, "set folds, or pruner: median"
     yield from _option_conflicts(sweep_config)
     for metric, limit in sweep_config.constraints.items():
         sides = limit.to_dict() if isinstance(limit, FreeSection) else {}
-        numbers = all(isinstance(bound, int | float) for bound in sides.values())
+        numbers = {type(bound) for bound in sides.values()} <= {int, float}
         if not sides or not numbers or set(sides) - {"min", "max"}:
             yield f"constraints.{metric}", f"{limit!r} is no limit", "write {max: 20}, {min: 0.5}"
     for i, point in enumerate(sweep_config.first_trials):
-        for what in space.outside(point.to_dict()):
-            yield "first_trials", f"number {i}: {what}", "see the space"
+        for problem in space.outside(point.to_dict()):
+            yield "first_trials", f"number {i}: {problem}", "see the space"
     yield from _misspelt_names(space, config)
 
 
 def _metric_conflicts(sweep_config: SweepConfig, config: Config) -> Iterator[Conflict]:
     study, names = sweep_config.study, sweep_config.metrics
     if len(sweep_config.directions) != len(names):
-        what = f"{len(sweep_config.directions)} directions for {len(names)} metrics"
-        yield "study.direction", what, "write one for all, or one for each"
+        problem = f"{len(sweep_config.directions)} directions for {len(names)} metrics"
+        yield "study.direction", problem, "write one for all, or one for each"
     for name in names if study.direction == "auto" else ():
         if resolve(name, config) is None:
-            what = (
-                f"whether the highest or the lowest {name!r} is best cannot be told from its name"
-            )
+            which = f"whether the highest or the lowest {name!r} is best"
             do = "add `direction: maximize` or `direction: minimize` under study"
-            if len(names) > 1:
-                do = (
-                    "add under study `direction:` with a list, maximize or minimize for each metric"
-                )
-            yield "study.metric", what, do
+            do += "; of several metrics, one for each metric"
+            yield "study.metric", f"{which} cannot be told from its name", do
     if len(names) == 1:
         return
     if study.trial_value == "best":
         do = "set last, and let train() report what counts last"
         yield "study.trial_value", "best is not defined with several metrics", do
     if sweep_config.pruner != "none":
-        what = f"{sweep_config.pruner} compares one metric, and there are {len(names)}"
-        yield "study.pruner", what, "remove the pruner, or all metrics but one"
+        problem = f"{sweep_config.pruner} compares one metric, and there are {len(names)}"
+        yield "study.pruner", problem, "remove the pruner, or all metrics but one"
     if study.sampler == "cmaes":
-        what = "cmaes improves one metric, and there are several"
-        yield "study.sampler", what, "set tpe, gp, qmc, random or grid"
+        problem = "cmaes improves one metric, and there are several"
+        yield "study.sampler", problem, "set tpe, gp, qmc, random or grid"
 
 
 def _option_conflicts(sweep_config: SweepConfig) -> Iterator[Conflict]:
@@ -350,14 +345,15 @@ def _option_conflicts(sweep_config: SweepConfig) -> Iterator[Conflict]:
     seed = sweep_config.study.sampler_options.get("seed")
     if seed is not None:
         # Every trial has a sampler of its own, seeded by study.seed and the trial's number.
-        what = "seed stands where study.seed is meant"
-        yield "study.sampler_options", what, f"set study.seed: {seed}"
-    try:
-        make_sampler(sweep_config)
-        make_pruner(sweep_config)
-    except SpaceError as error:
-        setting, _, what = error.what.partition(": ")
-        yield setting, what, f"see {error.allowed}"
+        problem = "seed stands where study.seed is meant"
+        yield "study.sampler_options", problem, f"set study.seed: {seed}"
+    makers: tuple[Callable[[SweepConfig], object], ...] = (make_sampler, make_pruner)
+    for make in makers:
+        try:
+            make(sweep_config)
+        except SpaceError as error:
+            setting, _, problem = error.what.partition(": ")
+            yield setting, problem, f"see {error.allowed}"
 
 
 def _misspelt_names(space: Space, config: Config) -> Iterator[Conflict]:
@@ -374,9 +370,9 @@ def _misspelt_names(space: Space, config: Config) -> Iterator[Conflict]:
             near = similar_name(key, map(str, values))
             if near is not None:
                 existing = ".".join([section, *path[:depth], near])
-                what = f"is not in the configuration, and {existing} is"
+                problem = f"is not in the configuration, and {existing} is"
                 do = f"search {existing}, or add {name} to the configuration if it is another one"
-                yield f"space.{name}", what, do
+                yield f"space.{name}", problem, do
             values = values.get(key)
 
 

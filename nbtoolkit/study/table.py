@@ -258,8 +258,8 @@ class SweepTable(EventTable):
         return self._in_state("waiting")
 
     def _in_state(self, state: str) -> list[Trial]:
-        found = [trial for trial in self.trials.values() if trial.state == state]
-        return sorted(found, key=lambda trial: trial.number)
+        trials = (trial for trial in self.trials.values() if trial.state == state)
+        return sorted(trials, key=lambda trial: trial.number)
 
     def last(self, count: int = LAST) -> list[Trial]:
         """The trials that ended last, the latest first."""

@@ -250,7 +250,7 @@ def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> str:
         table: its trials.
         axes: of the objectives: from :func:`value_axis`.
     """
-    space = {name: one for name, one in state.space.items() if "value" not in one}
+    space = {name: written for name, written in state.space.items() if "value" not in written}
     names = [*(space or dict.fromkeys(n for t in table.trials.values() for n in t.params))]
     drawn = [trial for trial in table.trials.values() if value_of(trial) is not None]
     if not names or not drawn:

@@ -79,9 +79,7 @@ def test_a_sweep_over_a_name_that_says_nothing_is_refused_with_the_lines_to_choo
 
 def test_of_several_metrics_each_has_a_direction_or_is_named(config: Config) -> None:
     source = {"study": {"metric": ["val_rmse", "width"]}, "space": SPACE}
-    with pytest.raises(
-        SpaceError, match=r"'width' is best(.|\n)*maximize or minimize for each metric"
-    ):
+    with pytest.raises(SpaceError, match=r"'width' is best(.|\n)*one for each metric"):
         load_sweep_config(source, config, n_trials=2)
     source["study"] = {"metric": ["val_rmse", "val_f1"]}
     assert load_sweep_config(source, config, n_trials=2).directions == ("minimize", "maximize")

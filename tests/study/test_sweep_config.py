@@ -101,6 +101,13 @@ WRONG: dict[str, dict[str, Any]] = {
     r"unexpected keyword argument 'n_startup_trials'": with_study(
         sampler="random", sampler_options={"n_startup_trials": 1}
     ),
+    r"constraints.latency: .*True.* is no limit": {
+        **ENDS,
+        "constraints": {"latency": {"max": True}},
+    },
+    r"2 mistakes(.|\n)*pruner_options(.|\n)*sampler_options": with_study(
+        sampler_options={"startup": 1}, pruner_options={"startup": 1}
+    ),
     r"constraints.latency: 20 is no limit": {**ENDS, "constraints": {"latency": 20}},
     r"number 0: optim.name is not searched": {**ENDS, "first_trials": [{"optim.name": "sgd"}]},
     r"number 0: The value 7 of parameter 'optim.lr' isn't contained": {
