@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
 
-    from nbtoolkit.study.parameter import Params
+    from nbtoolkit.study.space import Params
 
 LEAST = 10
 """Complete trials below which nothing is shown."""
@@ -118,11 +118,10 @@ def importance(
             do="wait for more trials, or search a larger space",
         )
     linear = [_linear(trial, space, value) for trial, value in zip(used, values, strict=True)]
-    shares = sorted(_shares(linear).items(), key=lambda pair: -pair[1])
-    ordered = [ParameterShare(name, value) for name, value in shares]
+    shares = [ParameterShare(name, value) for name, value in _shares(linear).items()]
     pruned = sum(trial.state == TrialState.PRUNED for trial in trials)
     left_out = tuple(name for name in names if name not in space)
-    return Importance(tuple(ordered), len(complete), len(used), pruned, left_out)
+    return Importance(tuple(shares), len(complete), len(used), pruned, left_out)
 
 
 def _fenced(values: Sequence[float]) -> list[float]:

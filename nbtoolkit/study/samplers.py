@@ -1,9 +1,10 @@
-"""Build Optuna's samplers and pruners; every trial has a sampler seeded by (seed, trial number).
+"""Build Optuna's samplers and pruners; a trial's draws depend on the seed and its number.
 
-With a new sampler for each trial, a resumed sweep draws what it would have drawn, and nothing
-twice. Random, qmc and grid searches are pure functions of the trial's number: the same trials on
-any number of slots. (Optuna's own QMC and grid samplers count the trials that have ended, and treat
-the first trials of a parallel study differently: optuna/samplers/_qmc.py.)
+A model-based search has a new sampler for each trial, seeded by (seed, trial number): a resumed
+sweep draws what it would have drawn, and nothing twice. A random or qmc search has the points that
+Optuna's own sampler draws one after the other in a study in memory; a trial takes the point of its
+number, on any number of slots. In the sweep's own study, QMCSampler would count the samples that it
+has drawn, those of a killed session too (optuna/samplers/_qmc.py).
 
 This module imports Optuna: import it late.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,8 +27,7 @@ from nbtoolkit.errors import MissingExtra, SpaceError
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
-    from nbtoolkit.study.parameter import Params
-    from nbtoolkit.study.space import Space
+    from nbtoolkit.study.space import Params, Space
     from nbtoolkit.study.sweep_config import SweepConfig
 
 _Made = TypeVar("_Made", BasePruner, BaseSampler)
@@ -156,6 +156,9 @@ _SAMPLERS: dict[str, type[BaseSampler]] = {
     "tpe": optuna.samplers.TPESampler,
     "gp": optuna.samplers.GPSampler,
     "cmaes": optuna.samplers.CmaEsSampler,
+    "qmc": optuna.samplers.QMCSampler,
+    "random": RandomSampler,
+    "grid": RandomSampler,
 }
 # group: parameters that exist together are sampled together, which conditions need. constant_liar
 # keeps trials that run at the same time apart.
@@ -163,53 +166,85 @@ _DEFAULTS: dict[str, dict[str, bool]] = {
     "tpe": {"multivariate": True, "group": True, "constant_liar": True},
     "gp": {"warn_independent_sampling": False},
     "cmaes": {"warn_independent_sampling": False},
+    "qmc": {"scramble": True, "warn_independent_sampling": False},
 }
 # Number of trials that each of Optuna's samplers draws at random before it learns from results.
 _STARTUP = {"tpe": 10, "gp": 10, "cmaes": 1}
 
 
-def make_sampler(
-    sweep_config: SweepConfig, space: Space, number: int, offset: int = 0
-) -> BaseSampler:
-    """Make the sampler of one trial.
+class TrialSamplers:
+    """Makes the sampler of each trial of a sweep.
 
     Args:
         sweep_config: name, options and seed.
         space: what is searched.
-        number: the trial's.
         offset: the number of trials before that were not drawn: first trials and a warm start's.
 
     Raises:
         SpaceError: the sampler does not accept one of the options.
+    """
+
+    def __init__(self, sweep_config: SweepConfig, space: Space, offset: int = 0) -> None:
+        self._sweep_config, self._space, self._offset = sweep_config, space, offset
+        self._points: list[Params] = []
+        name, seed = sweep_config.study.sampler, sweep_config.study.seed
+        if name == "grid":
+            self._points = [space.encode(point) for point in space.grid()]
+        elif name in BY_NUMBER:
+            self._in_memory = optuna.create_study(sampler=make_sampler(sweep_config, seed))
+
+    def of(self, number: int) -> BaseSampler:
+        """Make the sampler of a trial.
+
+        Raises:
+            MissingExtra: it needs a package that is not installed.
+        """
+        if self._sweep_config.study.sampler not in BY_NUMBER:
+            # A seed for each (seed, number), far from its neighbours'.
+            sequence = np.random.SeedSequence([self._sweep_config.study.seed, number])
+            return make_sampler(self._sweep_config, int(sequence.generate_state(1)[0]))
+        point = self._point(max(number - self._offset, 0))
+        # The base sampler draws what a condition hides at this point: a first trial may need it.
+        fixed = {"fixed_params": point, "base_sampler": RandomSampler(seed=number)}
+        return _make(PartialFixedSampler, fixed, "study.sampler_options")
+
+    def _point(self, index: int) -> Params:
+        """Return the parameters that a trial's number alone decides."""
+        if self._sweep_config.study.sampler == "grid":
+            return self._points[index % len(self._points)]
+        while len(self._points) <= index:
+            trial = self._in_memory.ask(dict(self._space.distributions))
+            self._points.append(trial.params)
+            self._in_memory.tell(trial, 0.0)  # QMCSampler takes the space from the first that ended
+        return self._points[index]
+
+
+def make_sampler(sweep_config: SweepConfig, seed: int = 0) -> BaseSampler:
+    """Make Optuna's sampler with a seed.
+
+    Raises:
+        SpaceError: it does not accept one of the options.
         MissingExtra: it needs a package that is not installed.
     """
     name, options = sweep_config.study.sampler, sweep_config.study.sampler_options.to_dict()
-    setting = "study.sampler_options"
-    if name in BY_NUMBER:
-        point = space.encode(_point(sweep_config, space, max(number - offset, 0)))
-        # The base sampler draws what a condition hides at this point: a first trial may need it.
-        fixed = {"fixed_params": point, "base_sampler": RandomSampler(seed=number)}
-        return _make(PartialFixedSampler, fixed, setting)
     accepted = inspect.signature(_SAMPLERS[name]).parameters
-    defaults = {key: value for key, value in _DEFAULTS[name].items() if key in accepted}
-    # A seed for each (seed, number), far from its neighbours'.
-    seed = np.random.SeedSequence([sweep_config.study.seed, number]).generate_state(1)[0]
-    options = {**defaults, **options, "seed": int(seed)}
-    if name != "cmaes" and not hasattr(optuna.trial.Trial, "set_constraint"):
-        # Optuna 4 asks the sampler for constraints; 5 stores them with the trial.
-        limits = [*(limit.name for limit in limits_of(sweep_config)), OUT_OF_MEMORY]
-        if sweep_config.constraints:
-            options["constraints_func"] = lambda trial: _excess(trial, limits)
+    defaults = {key: value for key, value in _DEFAULTS.get(name, {}).items() if key in accepted}
+    options = {**defaults, **options, "seed": seed}
+    # Optuna 4 asks the sampler for constraints; 5 stores them with the trial.
+    asks = "constraints_func" in accepted and not hasattr(optuna.trial.Trial, "set_constraint")
+    if sweep_config.constraints and asks:
+        options["constraints_func"] = lambda trial: _excess(trial, sweep_config)
     try:
-        return _make(_SAMPLERS[name], options, setting)
+        return _make(_SAMPLERS[name], options, "study.sampler_options")
     except ImportError as error:
         package = "cmaes" if name == "cmaes" else "scipy"
         raise MissingExtra(f"the {name} sampler: {error}", do=f"pip install {package}") from error
 
 
-def _excess(trial: FrozenTrial, limits: Sequence[str]) -> list[float]:
+def _excess(trial: FrozenTrial, sweep_config: SweepConfig) -> list[float]:
     exceeded = trial.user_attrs.get("constraints", {})
-    return [float(exceeded.get(name, 0.0)) for name in limits]
+    names = [*(limit.name for limit in limits_of(sweep_config)), OUT_OF_MEMORY]
+    return [float(exceeded.get(name, 0.0)) for name in names]
 
 
 def learns_from(sweep_config: SweepConfig) -> float:
@@ -218,23 +253,3 @@ def learns_from(sweep_config: SweepConfig) -> float:
     if name in BY_NUMBER:
         return math.inf
     return int(sweep_config.study.sampler_options.get("n_startup_trials", _STARTUP[name]))
-
-
-def _point(sweep_config: SweepConfig, space: Space, index: int) -> Params:
-    """The parameters of a trial that its number alone decides."""
-    study, size = sweep_config.study, len(space.searched)
-    if study.sampler == "grid":
-        points = space.grid()
-        return points[index % len(points)]
-    if study.sampler == "random":
-        return space.at(np.random.default_rng([study.seed, index]).random(size).tolist())
-    from scipy.stats import qmc
-
-    engine = {"sobol": qmc.Sobol, "halton": qmc.Halton}[
-        study.sampler_options.get("qmc_type", "sobol")
-    ]
-    scramble = study.sampler_options.get("scramble", True)
-    sequence = engine(size, scramble=scramble, seed=study.seed)
-    if index:
-        sequence.fast_forward(index)
-    return space.at([min(float(share), 1 - 2**-53) for share in sequence.random(1)[0]])

@@ -21,11 +21,10 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from nbtoolkit.errors import SweepError
 from nbtoolkit.run.paths import reading
-from nbtoolkit.study.samplers import make_pruner, make_sampler
+from nbtoolkit.study.samplers import TrialSamplers, make_pruner
 
 if TYPE_CHECKING:
-    from nbtoolkit.study.parameter import Params
-    from nbtoolkit.study.space import Space
+    from nbtoolkit.study.space import Params, Space
     from nbtoolkit.study.sweep_config import SweepConfig
 
 FILE = "study.jsonl"
@@ -40,12 +39,11 @@ class SearchStudy:
     ) -> None:
         self.optuna = study
         self._storage = storage
-        self._sweep_config = sweep_config
         self._space = space
         self.imported = int(study.user_attrs.get(IMPORTED, 0))
         """The number of trials from a warm start. They are the first ones, and do not count."""
-        # first trials and a warm start's, which no sampler draws
-        self._not_drawn = self.imported + len(sweep_config.first_trials)
+        not_drawn = self.imported + len(sweep_config.first_trials)
+        self._samplers = TrialSamplers(sweep_config, space, offset=not_drawn)
         self._trials: dict[int, Trial] = {}
         self._steps: dict[int, set[int]] = {}
 
@@ -129,8 +127,7 @@ class SearchStudy:
 
     def _set_sampler(self, number: int) -> None:
         """Give the trial that begins next a sampler of its own."""
-        offset = self._not_drawn
-        self.optuna.sampler = make_sampler(self._sweep_config, self._space, number, offset)
+        self.optuna.sampler = self._samplers.of(number)
 
     def _id_of(self, number: int) -> int:
         study_id = self._storage.get_study_id_from_name(self.optuna.study_name)
@@ -209,7 +206,7 @@ def _create(
     imported = import_trials(study, sweep_config, space) if sweep_config.warm_start else 0
     study.set_user_attr(IMPORTED, imported)
     for point in sweep_config.first_trials:
-        study.enqueue_trial(space.encode(point))
+        study.enqueue_trial(space.encode(point.to_dict()))
     study.set_user_attr(_IDENTITY, dict(identity))
     study.set_user_attr(_PREPARED, True)
 
@@ -253,7 +250,7 @@ def import_trials(study: optuna.Study, sweep_config: SweepConfig, space: Space) 
             allowed=f"a study with these: {', '.join(sweep_config.directions)}",
         )
     complete = other.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-    distributions = space.distributions()
+    distributions = space.distributions
     fitting = 0
     for trial in complete:
         try:
@@ -272,7 +269,7 @@ def import_trials(study: optuna.Study, sweep_config: SweepConfig, space: Space) 
     if not fitting:
         raise SweepError(
             f"warm_start: none of the {len(complete)} complete trials in {source} fits the space",
-            allowed=f"trials with values of {', '.join(space.searched)}",
+            allowed=f"trials with values of {', '.join(space.distributions)}",
             do="remove warm_start, or widen the space",
         )
     return fitting

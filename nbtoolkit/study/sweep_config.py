@@ -9,12 +9,12 @@ space:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, PlainSerializer, ValidationError
+from pydantic import Field, PlainSerializer, ValidationError
 
-from nbtoolkit.config.aliases import similar_name
+from nbtoolkit.config.aliases import FREE, similar_name
 from nbtoolkit.config.fields import (
     Allowed,
     Count,
@@ -29,43 +29,28 @@ from nbtoolkit.config.fields import (
 from nbtoolkit.config.layers import Overrides, file_layer, merge, override_layer
 from nbtoolkit.config.schema import Config
 from nbtoolkit.config.section import Auto, Section
-from nbtoolkit.config.validation import Direction, direction_of, fields, mistakes, resolve
+from nbtoolkit.config.validation import Direction, mistakes, resolve
 from nbtoolkit.config.yaml_source import Keys, Layer, Mistake, dump, refuse
-from nbtoolkit.errors import SpaceError
+from nbtoolkit.environment.installed import install_line
+from nbtoolkit.errors import MissingExtra, SpaceError
 from nbtoolkit.folds.folds import FoldKind
-from nbtoolkit.study.parameter import CategoricalParameter, Searched
-from nbtoolkit.study.space import Space, translate_names
+from nbtoolkit.study.notation import translate_names
+
+if TYPE_CHECKING:
+    from nbtoolkit.study.space import Space
 
 SamplerName = Literal["tpe", "gp", "cmaes", "qmc", "random", "grid"]
 PrunerName = Literal[
     "median", "percentile", "successive_halving", "hyperband", "wilcoxon", "patient", "none"
 ]
-
-
-def _names(value: object) -> tuple[object, ...]:
-    if not isinstance(value, (list, tuple)) or len(set(map(str, value))) < max(len(value), 1):
-        raise ValueError("not a list of different names")
-    return tuple(value)
-
-
-def _points(value: object) -> tuple[FreeSection, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ValueError("no list")
-    return tuple(point if isinstance(point, FreeSection) else FreeSection(point) for point in value)
-
-
 Names = Annotated[
-    tuple[Text, ...],
-    BeforeValidator(_names),
-    PlainSerializer(list),
-    Allowed("a list of different strings"),
+    tuple[Text, ...], Field(min_length=1), PlainSerializer(list), Allowed("a list of strings")
 ]
 Directions = Annotated[
     tuple[Direction, ...], PlainSerializer(list), Allowed("a list of maximize and minimize")
 ]
 Points = Annotated[
-    tuple[FreeSection, ...],
-    BeforeValidator(_points),
+    tuple[Free, ...],
     PlainSerializer(lambda points: [point.to_dict() for point in points]),
     Allowed("a list of parameters' values, such as [{optim.lr: 0.01}]"),
 ]
@@ -177,9 +162,7 @@ class SweepConfig(Section):
         direction = self.study.direction
         if isinstance(direction, tuple):
             return direction
-        if direction == "auto":  # not made by load_sweep_config
-            return tuple(direction_of(name) or "minimize" for name in self.metrics)
-        return (direction,) * len(self.metrics)
+        return ("minimize" if direction == "auto" else direction,) * len(self.metrics)
 
     @property
     def pruner(self) -> PrunerName:
@@ -188,9 +171,22 @@ class SweepConfig(Section):
             return self.study.pruner
         return "median" if len(self.metrics) == 1 else "none"
 
-    def make_space(self) -> Space:
-        """The space, checked when the configuration was loaded."""
-        return Space(self.space)
+    def make_space(self, places: Mapping[Keys, str] | None = None) -> Space:
+        """Make the space.
+
+        Args:
+            places: where each parameter is written, for messages.
+
+        Raises:
+            SpaceError: a parameter is wrong, or there is nothing to search.
+            MissingExtra: Optuna is not installed.
+        """
+        try:
+            from nbtoolkit.study.space import Space
+        except ImportError as error:
+            problem = f"a sweep needs Optuna: {error}"
+            raise MissingExtra(problem, do=install_line("search")) from error
+        return Space(self.space.to_dict(), places)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain dicts and lists; ``SweepConfig.model_validate`` reads it back."""
@@ -232,10 +228,13 @@ def load_sweep_config(
         SpaceError: a name is unknown or a value is not allowed; lists all mistakes, each with its
             file and line.
         ConfigError: there is no such file, or it cannot be read.
+        MissingExtra: Optuna is not installed.
     """
     layer = _dict_layer(source) if isinstance(source, Mapping) else file_layer(source)
-    layer = _with_sections(translate_names(layer))
-    layer = merge([layer, override_layer(overrides), _call_layer(n_trials, timeout, folds)])
+    call = {"budget.n_trials": n_trials, "budget.timeout": timeout, "folds.k": folds}
+    given = {name: value for name, value in call.items() if value is not None}
+    own = _with_sections(translate_names(layer))
+    layer = merge([own, override_layer(overrides), override_layer(given)])
     try:
         sweep_config = SweepConfig.model_validate(layer.values)
     except ValidationError as error:
@@ -243,14 +242,21 @@ def load_sweep_config(
         raise  # not reached: there is a mistake for every validation error
     refuse([*layer.mistakes], SpaceError)
     places = {keys[1:]: place for keys, place in layer.places.items() if keys[0] == "space"}
-    space = Space(layer.values.get("space") or {}, places)
+    space = sweep_config.make_space(places)
     space.check(config)
-    refuse(_conflicts(sweep_config, space, config, layer.places), SpaceError)
-    return _resolved(sweep_config, space, config, layer.places)
+    metric = sweep_config.study.metric or config.checkpoint.monitor or "val_loss"
+    study = sweep_config.study.model_copy(update={"metric": metric})
+    sweep_config = sweep_config.model_copy(update={"study": study})
+    conflicts = [
+        Mistake(place=_place(setting, layer.places), what=f"{setting}: {problem}", do=do)
+        for setting, problem, do in _conflicts(sweep_config, space, config)
+    ]
+    refuse(conflicts, SpaceError)
+    return _resolved(sweep_config, space, config)
 
 
 def _dict_layer(values: Mapping[str, object]) -> Layer:
-    """The layer of a dict, with a place for every key."""
+    """Return the layer of a dict, with a place for every key."""
     places: dict[Keys, str] = {(name,): f"sweep {name!r}" for name in values}
     for name, section in values.items():
         if isinstance(section, Mapping):
@@ -259,194 +265,107 @@ def _dict_layer(values: Mapping[str, object]) -> Layer:
 
 
 def _with_sections(layer: Layer) -> Layer:
-    """The layer with a bare space under ``space``, and without sections that have no settings."""
+    """Return the layer with a bare space under ``space``, and without empty sections."""
     values, places, found = dict(layer.values), dict(layer.places), list(layer.mistakes)
     if values and not set(values) & set(SweepConfig.model_fields):
         values, places = {"space": values}, {("space", *keys): at for keys, at in places.items()}
-    sections = {name.partition(".")[0] for name in fields(SweepConfig) if "." in name} | {"space"}
-    for name in sections & set(values):
+    for name in {"study", "budget", "folds", "space"} & set(values):
         if values[name] is None:
             del values[name]  # `folds: null`
         elif not isinstance(values[name], Mapping):
-            what = f"'{name}' is a section, not {values.pop(name)!r}"
+            problem = f"'{name}' is a section, not {values.pop(name)!r}"
             place = places.get((name,), name)
-            found.append(Mistake(place=place, what=what, allowed="`name: value` lines under it"))
+            found.append(Mistake(place=place, what=problem, allowed="`name: value` lines under it"))
     return Layer(values=values, places=places, mistakes=tuple(found))
 
 
-def _call_layer(n_trials: int | None, timeout: float | str | None, folds: int | None) -> Layer:
-    """The layer of the call's own arguments."""
-    arguments = {("budget", "n_trials"): n_trials, ("budget", "timeout"): timeout}
-    arguments["folds", "k"] = folds
-    values: dict[str, dict[str, object]] = {}
-    places: dict[Keys, str] = {}
-    for (section, key), value in arguments.items():
-        if value is not None:
-            values.setdefault(section, {})[key] = value
-            places[section, key] = f"{key}="
-    return Layer(values=values, places=places)
-
-
-def _resolved(
-    sweep_config: SweepConfig, space: Space, config: Config, places: Mapping[Keys, str]
-) -> SweepConfig:
-    """The configuration with metric, direction, pruner and space written out."""
-    study = sweep_config.study
-    metric = study.metric or config.checkpoint.monitor or "val_loss"
-    names = metric if isinstance(metric, tuple) else (metric,)
-    directions = study.direction
-    if directions == "auto":
-        directions = _directions_of(names, config, places)
-    elif not isinstance(directions, tuple):
-        directions = (directions,) * len(names)
-    direction = directions if isinstance(metric, tuple) else directions[0]
-    update = {"metric": metric, "direction": direction, "pruner": sweep_config.pruner}
-    resolved = {"study": study.model_copy(update=update), "space": FreeSection(space.to_dict())}
+def _resolved(sweep_config: SweepConfig, space: Space, config: Config) -> SweepConfig:
+    """Return the configuration with direction, pruner and space written out."""
+    study, directions = sweep_config.study, sweep_config.directions
+    if study.direction == "auto":
+        directions = tuple(resolve(name, config) or "minimize" for name in sweep_config.metrics)
+    direction = directions if isinstance(study.metric, tuple) else directions[0]
+    update = {"direction": direction, "pruner": sweep_config.pruner}
+    resolved = {"study": study.model_copy(update=update), "space": FreeSection(space.parameters)}
     return sweep_config.model_copy(update=resolved)
-
-
-def _directions_of(
-    names: Sequence[str], config: Config, places: Mapping[Keys, str]
-) -> tuple[Direction, ...]:
-    """The directions of the metrics by their names.
-
-    Raises:
-        SpaceError: a name does not say which values are best.
-    """
-    directions = {name: resolve(name, config) for name in names}
-    allowed = "`direction: maximize` or `direction: minimize` under study"
-    if len(names) > 1:
-        allowed = "under study a list of maximize and minimize, one for each metric"
-    unknown = [
-        Mistake(
-            place=places.get(("study", "metric"), "study.metric"),
-            what=f"whether the highest or the lowest {name!r} is best cannot be told from its name",
-            allowed=allowed,
-            do="add the line that is right",
-        )
-        for name, direction in directions.items()
-        if direction is None
-    ]
-    refuse(unknown, SpaceError)
-    return tuple(direction for direction in directions.values() if direction is not None)
 
 
 # --- settings that do not fit together, or do not fit the space ---
 
-
-class _Conflict(NamedTuple):
-    setting: str
-    what: str
-    allowed: str = ""
-    do: str = ""
+Conflict: TypeAlias = tuple[str, str, str]
+"""A setting, what does not fit, and what to do about it."""
 
 
-def _conflicts(
-    sweep_config: SweepConfig, space: Space, config: Config, places: Mapping[Keys, str]
-) -> list[Mistake]:
-    conflicts = [
-        *_metric_conflicts(sweep_config),
-        *_pruner_conflicts(sweep_config),
-        *_budget_conflicts(sweep_config),
-        *_sampler_conflicts(sweep_config, space),
-        *_constraint_conflicts(sweep_config),
-        *_first_trial_conflicts(sweep_config, space),
-        *_misspelt_names(space, config),
-    ]
-    return [
-        Mistake(place=_place(setting, places), what=f"{setting}: {what}", allowed=allowed, do=do)
-        for setting, what, allowed, do in conflicts
-    ]
-
-
-def _metric_conflicts(sweep_config: SweepConfig) -> Iterator[_Conflict]:
-    count, direction = len(sweep_config.metrics), sweep_config.study.direction
-    if isinstance(direction, tuple) and len(direction) != count:
-        what = f"{len(direction)} directions for {count} metrics"
-        yield _Conflict("study.direction", what, "one for all, or one for each")
-    if count > 1 and sweep_config.study.trial_value == "best":
-        what = "best is not defined with several metrics"
-        yield _Conflict("study.trial_value", what, "last", "let train() report what counts last")
-
-
-def _pruner_conflicts(sweep_config: SweepConfig) -> Iterator[_Conflict]:
-    pruner, options = sweep_config.pruner, sweep_config.study.pruner_options
-    if len(sweep_config.metrics) > 1 and pruner != "none":
-        what = f"{pruner} compares one metric, and there are {len(sweep_config.metrics)}"
-        yield _Conflict("study.pruner", what, "none", "remove the pruner, or all metrics but one")
-    if pruner == "wilcoxon" and sweep_config.folds.k is None and sweep_config.folds.file is None:
-        what = "wilcoxon compares trials fold by fold, and there are no folds"
-        do = "set folds, or pruner: median"
-        yield _Conflict("study.pruner", what, "median, percentile, ...", do)
-    if pruner == "percentile" and "percentile" not in options:
-        what = "percentile needs to know which"
-        yield _Conflict("study.pruner_options", what, "{percentile: 25.0}", "set the percentile")
-    if pruner == "none" and options:
-        yield _Conflict("study.pruner_options", "there is no pruner", do="remove them")
-
-
-def _budget_conflicts(sweep_config: SweepConfig) -> Iterator[_Conflict]:
-    budget = sweep_config.budget
-    if budget.n_trials is None and budget.timeout is None and sweep_config.study.sampler != "grid":
-        do = 'pass n_trials=20 or timeout="2h", or set them under budget'
-        yield _Conflict("budget", "has no end", "n_trials or timeout (or both)", do)
-
-
-def _sampler_conflicts(sweep_config: SweepConfig, space: Space) -> Iterator[_Conflict]:
-    sampler, options = sweep_config.study.sampler, sweep_config.study.sampler_options
-    if len(sweep_config.metrics) > 1 and sampler == "cmaes":
-        what = "cmaes improves one metric, and there are several"
-        yield _Conflict("study.sampler", what, "tpe, gp, qmc, random or grid", "set sampler: tpe")
-    if sampler == "grid":
+def _conflicts(sweep_config: SweepConfig, space: Space, config: Config) -> Iterator[Conflict]:
+    study, budget, folds = sweep_config.study, sweep_config.budget, sweep_config.folds
+    yield from _metric_conflicts(sweep_config, config)
+    if study.sampler == "grid":
         space.grid()  # raises if the grid has no end
-    if sampler == "qmc":
-        yield from _qmc_conflicts(options)
-    if sampler in ("random", "grid") and options:
-        yield _Conflict("study.sampler_options", f"{sampler} has none", do="remove them")
-    if sampler in ("tpe", "gp", "cmaes") and "seed" in options:
-        # Every trial has a sampler of its own, seeded by study.seed and the trial's number.
-        what, do = "seed stands where study.seed is meant", f"set study.seed: {options['seed']}"
-        allowed = f"other arguments of the {sampler} sampler"
-        yield _Conflict("study.sampler_options", what, allowed, do)
-
-
-def _qmc_conflicts(options: FreeSection) -> Iterator[_Conflict]:
-    allowed = {"qmc_type": ("sobol", "halton"), "scramble": (True, False)}
-    for name, value in options.items():
-        if name not in allowed:
-            what = f"qmc has no option {name!r}"
-            yield _Conflict("study.sampler_options", what, ", ".join(allowed), "remove it")
-        elif value not in allowed[name]:
-            values = " or ".join(map(str, allowed[name]))
-            yield _Conflict("study.sampler_options", f"{name} is {value!r}", values)
-
-
-def _constraint_conflicts(sweep_config: SweepConfig) -> Iterator[_Conflict]:
+    elif budget.n_trials is None and budget.timeout is None:
+        do = 'pass n_trials=20 or timeout="2h", or set them under budget'
+        yield "budget", "has no end", do
+    if sweep_config.pruner == "wilcoxon" and folds.k is None and folds.file is None:
+        problem = "wilcoxon compares trials fold by fold, and there are no folds"
+        yield "study.pruner", problem, "set folds, or pruner: median"
+    yield from _option_conflicts(sweep_config)
     for metric, limit in sweep_config.constraints.items():
-        sides = dict(limit) if isinstance(limit, FreeSection) else {}
-        if not sides or set(sides) - {"min", "max"} or not all(map(_is_number, sides.values())):
-            what = f"{limit!r} is no limit"
-            yield _Conflict(f"constraints.{metric}", what, "{max: 20}, {min: 0.5}, or both")
-
-
-def _first_trial_conflicts(sweep_config: SweepConfig, space: Space) -> Iterator[_Conflict]:
+        sides = limit.to_dict() if isinstance(limit, FreeSection) else {}
+        numbers = {type(bound) for bound in sides.values()} <= {int, float}
+        if not sides or not numbers or set(sides) - {"min", "max"}:
+            yield f"constraints.{metric}", f"{limit!r} is no limit", "write {max: 20}, {min: 0.5}"
     for i, point in enumerate(sweep_config.first_trials):
-        for name, value in point.items():
-            parameter = space.searched.get(name)
-            if parameter is None:
-                what = f"{name} in number {i} is not searched"
-                yield _Conflict("first_trials", what, ", ".join(space.searched))
-            elif not _can_take(parameter, value):
-                what = f"{name} in number {i} is never {value!r}"
-                yield _Conflict("first_trials", what, f"the values of space.{name}")
+        for problem in space.outside(point.to_dict()):
+            yield "first_trials", f"number {i}: {problem}", "see the space"
+    yield from _misspelt_names(space, config)
 
 
-def _misspelt_names(space: Space, config: Config) -> Iterator[_Conflict]:
+def _metric_conflicts(sweep_config: SweepConfig, config: Config) -> Iterator[Conflict]:
+    study, names = sweep_config.study, sweep_config.metrics
+    if len(sweep_config.directions) != len(names):
+        problem = f"{len(sweep_config.directions)} directions for {len(names)} metrics"
+        yield "study.direction", problem, "write one for all, or one for each"
+    for name in names if study.direction == "auto" else ():
+        if resolve(name, config) is None:
+            which = f"whether the highest or the lowest {name!r} is best"
+            do = "add `direction: maximize` or `direction: minimize` under study"
+            do += "; of several metrics, one for each metric"
+            yield "study.metric", f"{which} cannot be told from its name", do
+    if len(names) == 1:
+        return
+    if study.trial_value == "best":
+        do = "set last, and let train() report what counts last"
+        yield "study.trial_value", "best is not defined with several metrics", do
+    if sweep_config.pruner != "none":
+        problem = f"{sweep_config.pruner} compares one metric, and there are {len(names)}"
+        yield "study.pruner", problem, "remove the pruner, or all metrics but one"
+    if study.sampler == "cmaes":
+        problem = "cmaes improves one metric, and there are several"
+        yield "study.sampler", problem, "set tpe, gp, qmc, random or grid"
+
+
+def _option_conflicts(sweep_config: SweepConfig) -> Iterator[Conflict]:
+    from nbtoolkit.study.samplers import make_pruner, make_sampler
+
+    seed = sweep_config.study.sampler_options.get("seed")
+    if seed is not None:
+        # Every trial has a sampler of its own, seeded by study.seed and the trial's number.
+        problem = "seed stands where study.seed is meant"
+        yield "study.sampler_options", problem, f"set study.seed: {seed}"
+    makers: tuple[Callable[[SweepConfig], object], ...] = (make_sampler, make_pruner)
+    for make in makers:
+        try:
+            make(sweep_config)
+        except SpaceError as error:
+            setting, _, problem = error.what.partition(": ")
+            yield setting, problem, f"see {error.allowed}"
+
+
+def _misspelt_names(space: Space, config: Config) -> Iterator[Conflict]:
     """In the user's own sections any name is allowed: searching a misspelt one has no effect."""
     settings = config.to_dict()
     for name in space.parameters:
         section, *path = name.split(".")
-        if section not in ("model", "data"):
+        if section not in FREE:
             continue
         values: object = settings[section]
         for depth, key in enumerate(path):
@@ -455,22 +374,12 @@ def _misspelt_names(space: Space, config: Config) -> Iterator[_Conflict]:
             near = similar_name(key, map(str, values))
             if near is not None:
                 existing = ".".join([section, *path[:depth], near])
-                what = f"is not in the configuration, and {existing} is"
+                problem = f"is not in the configuration, and {existing} is"
                 do = f"search {existing}, or add {name} to the configuration if it is another one"
-                yield _Conflict(f"space.{name}", what, "names in the configuration, or others", do)
+                yield f"space.{name}", problem, do
             values = values.get(key)
 
 
-def _can_take(parameter: Searched, value: object) -> bool:
-    if isinstance(parameter, CategoricalParameter):
-        return value in parameter.choices
-    return _is_number(value) and parameter.low <= value <= parameter.high
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _place(setting: str, places: Mapping[Keys, str]) -> str:
-    keys = tuple(setting.split("."))
-    return places.get(keys) or places.get(keys[:1]) or "sweep"
+    section, _, name = setting.partition(".")
+    return places.get((section, name)) or places.get((section,)) or "sweep"

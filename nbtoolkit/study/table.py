@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -15,7 +14,7 @@ from nbtoolkit.run.events import Event, TrialChanged
 from nbtoolkit.text_table import duration, html_columns, number, text_columns
 
 if TYPE_CHECKING:
-    from nbtoolkit.study.parameter import Params
+    from nbtoolkit.study.space import Params
     from nbtoolkit.study.sweep_config import SweepConfig
 
 ENDED = ("complete", "pruned", "failed", "infeasible")
@@ -198,8 +197,6 @@ class SweepTable(EventTable):
         """How the sweep ended, once it has."""
         self._best = BestTrials(directions)
         self._ended: dict[int, Trial] = {}  # in the order in which they ended
-        self._running: dict[int, Trial] = {}
-        self._counts: Counter[str] = Counter()
         self._added = 0  # trials, by commands
 
     @classmethod
@@ -253,14 +250,16 @@ class SweepTable(EventTable):
     @property
     def running(self) -> list[Trial]:
         """The trials that run, by number."""
-        return [trial for _, trial in sorted(self._running.items())]
+        return self._in_state("running")
 
     @property
     def waiting(self) -> list[Trial]:
         """The trials that ran when the sweep ended, or that run again, by number."""
-        if not self._counts["waiting"]:
-            return []
-        return [trial for _, trial in sorted(self.trials.items()) if trial.state == "waiting"]
+        return self._in_state("waiting")
+
+    def _in_state(self, state: str) -> list[Trial]:
+        trials = (trial for trial in self.trials.values() if trial.state == state)
+        return sorted(trials, key=lambda trial: trial.number)
 
     def last(self, count: int = LAST) -> list[Trial]:
         """The trials that ended last, the latest first."""
@@ -273,7 +272,7 @@ class SweepTable(EventTable):
 
     def count(self, state: str) -> int:
         """The number of trials in a state."""
-        return self._counts[state]
+        return sum(trial.state == state for trial in self.trials.values())
 
     def ends_at(self, now: float) -> float | None:
         """Estimate when the sweep ends: the rest at the pace so far, at the latest its deadline.
@@ -287,14 +286,15 @@ class SweepTable(EventTable):
         """
         if self.paused:
             return None
-        if not self._ended or not self._running or self.n_trials is None:
+        running = self.running
+        if not self._ended or not running or self.n_trials is None:
             return self.deadline
         mean = sum(trial.seconds or 0.0 for trial in self._ended.values()) / len(self._ended)
-        to_start = max(self.n_trials - len(self._ended) - len(self._running), 0)
+        to_start = max(self.n_trials - len(self._ended) - len(running), 0)
         left = to_start * mean
-        for trial in self._running.values():
+        for trial in running:
             left += max(mean - (now - trial.began), 0.0)
-        end = now + left / len(self._running)
+        end = now + left / len(running)
         return end if self.deadline is None else min(end, self.deadline)
 
     def summary(self, now: float | None = None) -> str:
@@ -339,30 +339,15 @@ class SweepTable(EventTable):
         """Begin or end an attempt: the trials that ran before wait now."""
         self.status = status
         for trial in self.running:
-            self._remove(trial)
             trial.state = "waiting"
-            self._add(trial)
 
     def _update_trial(self, event: TrialChanged) -> None:
-        if event.number in self.trials:
-            self._remove(self.trials[event.number])
         trial = self.trials.setdefault(event.number, Trial(event.number))
         trial.update(event)
-        self._add(trial)
-        self._best.update(trial, event.best)
-
-    def _remove(self, trial: Trial) -> None:
-        """Undo :meth:`_add`, before the trial's state changes."""
-        self._counts[trial.state] -= 1
-        self._running.pop(trial.number, None)
         self._ended.pop(trial.number, None)
-
-    def _add(self, trial: Trial) -> None:
-        self._counts[trial.state] += 1
-        if trial.state == "running":
-            self._running[trial.number] = trial
-        elif trial.ended:
+        if trial.ended:
             self._ended[trial.number] = trial
+        self._best.update(trial, event.best)
 
     # --- rows ---
 

@@ -8,6 +8,7 @@ from collections import deque
 from heapq import nlargest
 from pathlib import Path
 from statistics import median_low
+from typing import Any
 
 from nbtoolkit.crossval.cv_result import FoldTable
 from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, fold_key
@@ -18,7 +19,7 @@ from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import Kind, RunPaths, read_or_empty
 from nbtoolkit.run.remote_job import job_has_started
 from nbtoolkit.search.sweep_result import read_sweep_config
-from nbtoolkit.study.space import Space
+from nbtoolkit.study.notation import expand
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, number
 from nbtoolkit.views.chart import Points
@@ -52,7 +53,7 @@ class State:
         logged: of a single run: each logged metric's values by step, thinned.
         trials: of a sweep: each trial's reports by step.
         values: of a sweep: the objective value of each complete trial, by trial number.
-        space: of a sweep: what is searched; None: unknown.
+        space: of a sweep: its parameters, written in full; empty: unknown.
         config: the settings of the last attempt, nested.
         plan: its launch plan.
         notes: the newest notes to the user.
@@ -86,7 +87,7 @@ class State:
         self.logged: dict[str, Points] = {}
         self.trials: dict[int, Points] = {}
         self.values: dict[int, float] = {}
-        self.space: Space | None = None
+        self.space: dict[str, dict[str, Any]] = {}
         self.notes: deque[str] = deque(maxlen=_NOTES)
         self.phases: dict[int, str] = {}
         self.epochs: int | None = None
@@ -127,7 +128,8 @@ class State:
                 sweep_config = read_sweep_config(self.paths.folder)
                 self.table.configure(sweep_config)
                 self.metric, self.direction = sweep_config.metrics[0], sweep_config.directions[0]
-                self.space = sweep_config.make_space()
+                space = sweep_config.space.to_dict()
+                self.space = {name: expand(parameter) for name, parameter in space.items()}
 
     def refresh(self) -> bool:
         """Read what is new in the folder; returns whether anything is.

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import accumulate, combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.cards import BEST, ENDED, FAILED, RUNNING, Card, Part, Properties, Text, Tiles
 from nbtoolkit.errors import MissingExtra, SweepError
 from nbtoolkit.study.importance import LEAST, Importance, fence, importance
-from nbtoolkit.study.parameter import CategoricalParameter, Searched
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, number, param, setting, shortened
 from nbtoolkit.views.chart import Axis, Mark, Series, chart, thinned
@@ -29,6 +28,7 @@ from nbtoolkit.views.trial_rows import (
 )
 
 if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
 
 _LINES, _SELECTED = 200, 50  # learning curves; above that so many of the best and the newest
@@ -222,7 +222,7 @@ def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> Card |
         table: its trials.
         axes: of the objectives: from :func:`value_axis`.
     """
-    space = {} if state.space is None else state.space.searched
+    space = {name: written for name, written in state.space.items() if "value" not in written}
     names = [*(space or dict.fromkeys(n for t in table.trials.values() for n in t.params))]
     drawn = [trial for trial in table.trials.values() if value_of(trial) is not None]
     if not names or not drawn:
@@ -234,7 +234,7 @@ def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> Card |
     groups: list[list[Part]] = []
     most = max(_SLICES // len(axes), 1)
     for name in names[:most]:
-        across, at = _positions(space.get(name), [t for t in trials if name in t.params], name)
+        across, at = _positions(space.get(name, {}), [t for t in trials if name in t.params], name)
         pictures = [
             chart(_marks(table, at, None, objective), x=across, y=axis, size=(240, 140))
             for objective, axis in enumerate(axes)
@@ -246,19 +246,21 @@ def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> Card |
 
 
 def _positions(
-    parameter: Searched | None, trials: Sequence[Trial], name: str
+    parameter: Mapping[str, Any], trials: Sequence[Trial], name: str
 ) -> tuple[Axis, dict[Trial, float]]:
     """The axis of a parameter, and each trial's position on it."""
     values = {trial: trial.params[name] for trial in trials}
     numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values.values())
-    if numeric and not isinstance(parameter, CategoricalParameter):
-        axis = Axis()
-        if parameter is not None:
-            integer = parameter.type == "int"
-            axis = Axis(low=parameter.low, high=parameter.high, log=parameter.log, integer=integer)
+    if numeric and "choices" not in parameter:
+        axis = Axis(
+            low=parameter.get("low"),
+            high=parameter.get("high"),
+            log=parameter.get("log", False),
+            integer=parameter.get("type") == "int",
+        )
         return axis, {trial: float(value) for trial, value in values.items()}
     texts = {trial: _choice(value) for trial, value in values.items()}
-    choices = map(_choice, parameter.choices) if isinstance(parameter, CategoricalParameter) else ()
+    choices = map(_choice, parameter.get("choices", ()))
     order = {
         text: float(index) for index, text in enumerate(dict.fromkeys([*choices, *texts.values()]))
     }
@@ -307,14 +309,16 @@ def _optuna_trials(state: State, table: SweepTable) -> list[FrozenTrial]:
     """Make the complete trials, and one for each that was pruned."""
     from optuna.trial import TrialState, create_trial
 
-    if state.space is None:
+    from nbtoolkit.study.space import Space
+
+    if not state.space:
         return []
-    known = state.space.distributions()
+    space = Space(state.space)
     trials = [create_trial(state=TrialState.PRUNED)] * table.count("pruned")
     for index, value in sorted(state.values.items()):
-        params = state.space.encode(table.trials[index].params)
-        distributions = {name: known[name] for name in params}
-        trials.append(create_trial(params=params, distributions=distributions, value=value))
+        params = space.encode(table.trials[index].params)
+        kinds: dict[str, BaseDistribution] = {name: space.distributions[name] for name in params}
+        trials.append(create_trial(params=params, distributions=kinds, value=value))
     return trials
 
 

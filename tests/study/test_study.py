@@ -10,7 +10,7 @@ from searches import LR, SPACE
 
 from nbtoolkit import load_config
 from nbtoolkit.errors import SpaceError, SweepError
-from nbtoolkit.study.samplers import make_pruner, make_sampler
+from nbtoolkit.study.samplers import TrialSamplers, make_pruner, make_sampler
 from nbtoolkit.study.study import FILE, SearchStudy, open_journal, open_study, read_study
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 
@@ -87,7 +87,7 @@ def test_seeds_draw_differently() -> None:
 
     def first(sampler: str, seed: int) -> dict[str, Any]:
         study = optuna.create_study(
-            sampler=make_sampler(configured(plain(sampler=sampler, seed=seed)), space, 0)
+            sampler=TrialSamplers(configured(plain(sampler=sampler, seed=seed)), space).of(0)
         )
         return space.suggest(study.ask())
 
@@ -100,6 +100,7 @@ def test_qmc_fills_the_space_evenly(opened: Opened) -> None:
     study = opened(
         {"study": {"sampler": "qmc"}, "space": {"model.x": {"type": "float", "low": 0, "high": 1}}}
     )
+    finished(study)  # Optuna draws the first one at random
     points = sorted(finished(study)["model.x"] for _ in range(8))
     assert [int(x * 8) for x in points] == list(range(8))
 
@@ -157,8 +158,9 @@ def test_lists_are_choices_too(opened: Opened) -> None:
     source = {"study": {"sampler": "random"}, "space": {"model.layers": [[64], [64, 32]]}}
     study = opened({**source, "first_trials": [{"model.layers": [64, 32]}]})
     found = [finished(study)["model.layers"] for _ in range(6)]
-    assert found[0] == (64, 32)
-    assert set(found) == {(64,), (64, 32)}
+    assert found[0] == [64, 32]
+    assert [64] in found
+    assert all(layers in ([64], [64, 32]) for layers in found)
 
 
 def test_a_study_is_the_same_when_it_is_opened_again(opened: Opened, tmp_path: Path) -> None:
@@ -240,8 +242,39 @@ def test_options_reach_optuna_and_wrong_ones_are_refused() -> None:
         configured(plain(pruner="percentile", pruner_options={"percentile": 25.0}))
     )
     assert isinstance(pruner, optuna.pruners.PercentilePruner)
+    options = {"n_startup_trials": 3}
+    sampler = make_sampler(configured(plain(sampler="tpe", sampler_options=options)))
+    assert isinstance(sampler, optuna.samplers.TPESampler)
     with pytest.raises(SpaceError, match=r"pruner_options(.|\n)*n_trials(.|\n)*MedianPruner"):
-        make_pruner(configured(plain(pruner="median", pruner_options={"n_trials": 3})))
-    wrong = configured(plain(sampler="tpe", sampler_options={"startup": 3}))
+        configured(plain(pruner="median", pruner_options={"n_trials": 3}))
     with pytest.raises(SpaceError, match=r"sampler_options(.|\n)*startup(.|\n)*TPESampler"):
-        make_sampler(wrong, wrong.make_space(), 0)
+        configured(plain(sampler="tpe", sampler_options={"startup": 3}))
+
+
+@pytest.mark.parametrize("name", ["random", "qmc"])
+def test_random_and_qmc_trials_are_those_of_optunas_own_sampler(name: str, opened: Opened) -> None:
+    study = opened(plain(sampler=name, seed=3))
+    sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=3)
+    if name == "qmc":
+        with pytest.warns(optuna.exceptions.ExperimentalWarning):
+            sampler = optuna.samplers.QMCSampler(seed=3, scramble=True)
+    alone = optuna.create_study(sampler=sampler)
+    distributions = dict(configured(plain()).make_space().distributions)
+    expected = []
+    for _ in range(8):
+        trial = alone.ask(distributions)
+        expected.append(trial.params)
+        alone.tell(trial, 0.5)
+    assert [study.ask()[1] for _ in range(8)] == expected
+
+
+def test_a_grid_with_conditions_visits_each_visible_point_once(opened: Opened) -> None:
+    space = {
+        "optim.name": ["adamw", "sgd"],
+        "optim.momentum": {"choices": [0.5, 0.9], "when": {"optim.name": "sgd"}},
+        "train.epochs": {"low": 1, "high": 3},
+    }
+    study = opened({"study": {"sampler": "grid"}, "space": space})
+    points = [tuple(study.ask()[1].items()) for _ in range(9)]
+    assert len(set(points)) == 9
+    assert tuple(study.ask()[1].items()) == points[0]
