@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.integrations.rounds import Rounds
-from nbtoolkit.integrations.support import check_version, refuse_ranks
+from nbtoolkit.integrations.support import refuse_ranks, requires
 from nbtoolkit.training.evaluation import keep_predictor as keep_predictor
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # The libraries' names for one parameter, from "Parameters" in LightGBM's documentation and from
 # XGBoost's estimators.
 _THREADS = ("num_threads", "num_thread", "nthread", "nthreads", "n_jobs")
-_SEED = ("seed", "random_seed", "random_state")
+_SEEDS = ("seed", "random_seed", "random_state")
 _ROUNDS = (
     *("num_iterations", "num_iteration", "n_iter", "num_tree", "num_trees", "num_round"),
     *("num_rounds", "nrounds", "num_boost_round", "n_estimators", "max_iter"),
@@ -67,12 +67,11 @@ def lightgbm(
         MissingExtra: LightGBM 4 or newer is not installed.
         PlanError: the run has several ranks.
     """
-    check_version("lightgbm", "4")
+    with requires("lightgbm", "4"):
+        from lightgbm import Booster
     refuse_ranks(ctx, "LightGBM")
-    from lightgbm import Booster
-
-    training = Rounds(ctx, f"{name}.txt", every=every)
     values, target = _parameters(ctx, params, rounds)
+    training = Rounds(ctx, f"{name}.txt", target, every=every)
     booster, done = None, 0
     if training.saved is not None:
         booster = Booster(model_file=training.saved)
@@ -80,14 +79,13 @@ def lightgbm(
     if booster is not None and done >= target:  # LightGBM trains at least one tree
         done = target - 1
         booster = Booster(model_str=booster.model_to_string(num_iteration=done))
-    if not values.keys() & {*_THREADS}:
-        values["num_threads"] = ctx.plan.threads_per_rank
-    if not values.keys() & {*_SEED}:
-        values["seed"] = ctx.seed + done  # else the draws of the first trees again
+    _set_unless(values, _THREADS, num_threads=ctx.plan.threads_per_rank)
+    _set_unless(values, _SEEDS, seed=ctx.seed + done)  # else the draws of the first trees again
+    prefix = "" if name == "lightgbm" else f"{name}_"
     return {
         "params": values,
         "num_boost_round": target - done,
-        "callbacks": [*callbacks, LightGBMCallback(training, every, _prefix(name, "lightgbm"))],
+        "callbacks": [*callbacks, LightGBMCallback(training, prefix)],
         "init_model": booster,
     }
 
@@ -97,19 +95,19 @@ class LightGBMCallback:
 
     before_iteration = False
 
-    def __init__(self, training: Rounds, every: int, prefix: str) -> None:
-        # After LightGBM's own records (20), before its early stopping (30) ends the loop.
-        self.order = 25
-        self._training, self._every, self._prefix = training, every, prefix
+    order = 25
+    """After LightGBM's own records (20), before its early stopping (30) ends the loop."""
+
+    def __init__(self, training: Rounds, prefix: str) -> None:
+        self._training, self._prefix = training, prefix
 
     def __call__(self, env: CallbackEnv) -> None:
         """Called by LightGBM after each round."""
-        done, metrics = env.iteration + 1, None
-        if done % self._every == 0 or done == env.end_iteration:
-            results = env.evaluation_result_list
-            metrics = {f"{self._prefix}{result[0]}_{result[1]}": result[2] for result in results}
+        results = env.evaluation_result_list
         self._training.end_round(
-            done, metrics or None, lambda: env.model.model_to_string(num_iteration=-1)
+            env.iteration + 1,
+            {f"{self._prefix}{result[0]}_{result[1]}": result[2] for result in results},
+            lambda: env.model.model_to_string(num_iteration=-1),
         )
 
 
@@ -146,32 +144,32 @@ def xgboost(
         MissingExtra: XGBoost 2 or newer is not installed.
         PlanError: the run has several ranks.
     """
-    check_version("xgboost", "2")
+    with requires("xgboost", "2"):
+        from xgboost import Booster
+        from xgboost.callback import TrainingCallback
     refuse_ranks(ctx, "XGBoost")
-    from xgboost import Booster
-    from xgboost.callback import TrainingCallback
-
-    training = Rounds(ctx, f"{name}.ubj", every=every)
     values, target = _parameters(ctx, params, rounds)
+    training = Rounds(ctx, f"{name}.ubj", target, every=every)
     booster, done = None, 0
     if training.saved is not None:
         booster = Booster(model_file=training.saved)
         done = booster.num_boosted_rounds()
-    if not values.keys() & {*_THREADS}:
-        values["nthread"] = ctx.plan.threads_per_rank
-    if not values.keys() & {*_SEED}:
-        values["seed"] = ctx.seed + done  # else the draws of the first rounds again
+    _set_unless(values, _THREADS, nthread=ctx.plan.threads_per_rank)
+    _set_unless(values, _SEEDS, seed=ctx.seed + done)  # else the draws of the first rounds again
     values.setdefault("device", _device(ctx))
-    prefix = _prefix(name, "xgboost")
+    prefix = "" if name == "xgboost" else f"{name}_"
 
     class XGBoostCallback(TrainingCallback):
         """Reports, prunes, stops and saves."""
 
         def after_iteration(self, model: Booster, epoch: int, evals_log: Any) -> bool:
-            done, metrics = model.num_boosted_rounds(), None
-            if done % every == 0 or done == target:
-                metrics = _last(evals_log, prefix)
-            training.end_round(done, metrics or None, lambda: bytes(model.save_raw("ubj")))
+            metrics = {
+                f"{prefix}{of}_{metric}": values[-1]
+                for of, metrics in evals_log.items()
+                for metric, values in metrics.items()
+            }
+            done = model.num_boosted_rounds()
+            training.end_round(done, metrics, lambda: bytes(model.save_raw("ubj")))
             return False
 
     return {
@@ -191,18 +189,10 @@ def _parameters(
     return values, int(asked[0]) if asked else rounds
 
 
-def _prefix(name: str, default: str) -> str:
-    """What the names of the metrics begin with."""
-    return "" if name == default else f"{name}_"
-
-
-def _last(evals_log: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, float]:
-    """The newest value of each metric."""
-    return {
-        f"{prefix}{of}_{metric}": values[-1]
-        for of, metrics in evals_log.items()
-        for metric, values in metrics.items()
-    }
+def _set_unless(values: dict[str, Any], names: Sequence[str], **parameter: int) -> None:
+    """Set a parameter, unless one of its names is there."""
+    if values.keys().isdisjoint(names):
+        values.update(parameter)
 
 
 def _device(ctx: RunContext) -> str:

@@ -53,7 +53,7 @@ def check_backend() -> None:
         MissingExtra: it is not; Keras would raise a ModuleNotFoundError, and keep its choice.
     """
     name = chosen_backend()
-    if "keras" not in sys.modules and find_spec(name) is None:
+    if "keras" not in sys.modules and find_spec("keras") and find_spec(name) is None:
         raise MissingExtra(
             f"Keras would use its back end {name!r} (KERAS_BACKEND), which is not installed",
             allowed="'torch', which nbtoolkit needs anyway, or another installed back end",

@@ -25,7 +25,8 @@ class Rounds:
     Args:
         ctx: the run.
         file: its checkpoint, in the run's ``checkpoints`` folder; a name per training.
-        every: the first report comes after this number of rounds.
+        last: rounds in the finished model.
+        every: report after this number of rounds, and after the last one.
 
     Attributes:
         saved: the model that an interrupted run has saved; None: there is none.
@@ -34,7 +35,7 @@ class Rounds:
         FitError: another training of this run has the same name, or ``every`` is below 1.
     """
 
-    def __init__(self, ctx: RunContext, file: str, *, every: int = 1) -> None:
+    def __init__(self, ctx: RunContext, file: str, last: int, *, every: int = 1) -> None:
         if every < 1:
             raise FitError(
                 f"every={every} is no number of rounds", allowed="1 and more", do="every=10"
@@ -42,6 +43,7 @@ class Rounds:
         claim_name(ctx, file)
         ctx.announce([], first_step=every)
         self._ctx, self._watch = ctx, Watch(ctx)
+        self._last, self._every = last, every
         self._path = ctx.paths.checkpoints / file
         self.saved = self._path if file in recorded_trainings(ctx) else None
         self._saved_round = 0
@@ -52,19 +54,19 @@ class Rounds:
             self._ctx.message(f"an interrupted run starts again from the beginning: {missing}")
         self._watch.times.enabled = False
 
-    def end_round(self, done: int, metrics: Mapping[str, float] | None, dump: Dump) -> None:
-        """Report after a round, stop if the run must stop, and save when it is time.
+    def end_round(self, done: int, metrics: Mapping[str, float], dump: Dump) -> None:
+        """Report if it is time, stop if the run must stop, and save when it is time.
 
         Args:
             done: rounds in the model now.
-            metrics: what to report; None: nothing after this round.
+            metrics: the model's.
             dump: returns the model in its own format.
 
         Raises:
             RunStopped: the run must stop here. The model is saved, unless it was pruned.
         """
         self._watch.follow(lambda: self._save(done, dump), done)
-        if metrics is None:
+        if not metrics or (done % self._every and done != self._last):
             return
         try:
             self._ctx.report(metrics, done)

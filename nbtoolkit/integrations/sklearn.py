@@ -16,15 +16,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from nbtoolkit.environment.installed import installed_version
-from nbtoolkit.errors import CheckpointError, ConfigError, FitError, FoldError
+from nbtoolkit.errors import CheckpointError, FoldError
 from nbtoolkit.integrations.rounds import Rounds
-from nbtoolkit.integrations.support import check_version, refuse_ranks
+from nbtoolkit.integrations.support import refuse_ranks, requires
 from nbtoolkit.run.identity import code_of
 from nbtoolkit.run.paths import write_whole
 from nbtoolkit.training.evaluation import keep_predictor
@@ -114,17 +113,17 @@ def fit(
     Raises:
         MissingExtra: scikit-learn 1.4 or newer is not installed.
         PlanError: the run has several ranks.
-        ConfigError: a setting is not a parameter of the estimator.
-        FitError: a metric is unknown, or ``epochs`` is given and there is no ``partial_fit``.
+        ValueError: of scikit-learn: a setting is not a parameter of the estimator, or a metric is
+            unknown.
+        AttributeError: ``epochs`` is given, and the estimator has no ``partial_fit``.
         FoldError: the folds are of another number of samples.
     """
-    check_version("scikit-learn", "1.4")
+    with requires("scikit-learn", "1.4"):
+        from joblib import parallel_config
+        from sklearn.base import clone
     refuse_ranks(ctx, "scikit-learn")
-    from joblib import parallel_config
-    from sklearn.base import clone
-
     model = clone(estimator)
-    _set_params(ctx, model, ctx.config.model if params is None else params)
+    model.set_params(**(ctx.config.model if params is None else params))
     scorers = _scorers(model, metrics)
     prefix = "train" if ctx.fold is None and X_valid is None else "val"
     if (fold := ctx.fold) is not None:
@@ -164,9 +163,9 @@ def load(folder: str | os.PathLike[str], *, trusted: Sequence[str] = ()) -> Any:
 
     Raises:
         MissingExtra: skops is not installed.
-        CheckpointError: the run has saved no estimator, or it has other types than these.
+        CheckpointError: the run has saved no estimator.
+        UntrustedTypesFoundException: of skops: the estimator has other types than these.
     """
-    check_version("skops", "0.11")
     path = Path(folder) / "checkpoints" / FILE
     if not path.is_file():
         raise CheckpointError(
@@ -178,18 +177,10 @@ def load(folder: str | os.PathLike[str], *, trusted: Sequence[str] = ()) -> Any:
 
 
 def _load(path: Path, trusted: Sequence[str] = ()) -> Any:
-    from skops import io
-    from skops.io.exceptions import UntrustedTypesFoundException
-
-    own = [name for name in io.get_untrusted_types(file=path) if name.startswith("sklearn.")]
-    try:
-        return io.load(path, trusted=[*own, *trusted])
-    except UntrustedTypesFoundException as error:
-        raise CheckpointError(
-            f"{path} cannot be loaded: {error}",
-            allowed="types of scikit-learn, and those that you trust",
-            do="pass trusted=[...] with the names above, if you know them",
-        ) from error
+    with requires("skops", "0.11"):
+        from skops import io
+    known = [name for name in io.get_untrusted_types(file=path) if name.startswith("sklearn.")]
+    return io.load(path, trusted=[*known, *trusted])
 
 
 def _save(ctx: RunContext, model: Any) -> None:
@@ -217,17 +208,10 @@ def _fit_epochs(
     scores: Callable[[Any], dict[str, float]],
 ) -> Any:
     """Call ``partial_fit`` on all samples in each epoch; returns the fitted estimator."""
-    if not hasattr(model, "partial_fit"):
-        raise FitError(
-            f"{type(model).__name__} has no partial_fit, so epochs={epochs} cannot be counted",
-            allowed="estimators with partial_fit (SGDClassifier, MLPClassifier, ...); a Pipeline "
-            "has none",
-            do="leave epochs out: fit is then one call",
-        )
     from sklearn.base import is_classifier
     from sklearn.utils.multiclass import unique_labels
 
-    rounds, done = Rounds(ctx, "epochs.skops"), 0
+    rounds, done = Rounds(ctx, "epochs.skops", epochs), 0
     if installed_version("skops") is None:
         rounds.do_not_save("pip install skops")
     elif rounds.saved is not None:
@@ -247,20 +231,6 @@ def _dump(state: Any) -> bytes:
     return bytes(io.dumps(state))
 
 
-def _set_params(ctx: RunContext, model: Any, params: Mapping[str, Any]) -> None:
-    known = model.get_params()
-    for name in params:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            raise ConfigError(
-                f"model.{name} ({ctx.config.place(f'model.{name}')}) is no parameter of "
-                f"{type(model).__name__}",
-                allowed=", ".join(sorted(known)),
-                do=f"write model.{near[0]}" if near else "remove it, or pass params= to nbs.fit",
-            )
-    model.set_params(**params)
-
-
 def _scorers(model: Any, metrics: Metrics) -> dict[str, Scorer]:
     from sklearn.base import is_classifier, is_regressor
     from sklearn.metrics import get_scorer
@@ -272,18 +242,10 @@ def _scorers(model: Any, metrics: Metrics) -> dict[str, Scorer]:
     if isinstance(metrics, str):
         metrics = [metrics]
     named = metrics if isinstance(metrics, Mapping) else {name: name for name in metrics}
-    try:
-        return {
-            name: get_scorer(metric) if isinstance(metric, str) else _scorer(metric)
-            for name, metric in named.items()
-        }
-    except ValueError as error:
-        raise FitError(
-            f"a metric is unknown: {error}",
-            allowed="names of sklearn.metrics.get_scorer_names(), scorers of make_scorer, "
-            "functions of (y_true, y_pred)",
-            do='write metrics={"name": function} for a function of your own',
-        ) from error
+    return {
+        name: get_scorer(metric) if isinstance(metric, str) else _scorer(metric)
+        for name, metric in named.items()
+    }
 
 
 def _scorer(metric: Callable[..., Any]) -> Scorer:

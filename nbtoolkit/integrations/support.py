@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
 
 from nbtoolkit.environment.installed import installed_version
 from nbtoolkit.environment.variables import RANK_MARK
@@ -57,56 +57,28 @@ def refuse_ranks(ctx: RunContext, framework: str) -> None:
         )
 
 
-def check_version(package: str, minimum: str) -> None:
-    """Check that a framework is installed and new enough.
-
-    Args:
-        package: its distribution, or its module.
-        minimum: the oldest version that works, as ``"2.5"``.
-
-    Raises:
-        MissingExtra: it is not installed, or too old.
-    """
-    found = installed_version(package) or _version_of_module(package)
-    if found is None or _numbers(found) < _numbers(minimum):
-        state = "is not installed" if found is None else f"{found} is installed"
-        raise _missing(package, minimum, f"{package} {state}")
-
-
-def _version_of_module(name: str) -> str | None:
-    """Return the version of a module whose distribution has another name: ``tensorflow-cpu``."""
-    distributions = packages_distributions().get(name)
-    return version(distributions[0]) if distributions else None
-
-
 @contextmanager
 def requires(package: str, minimum: str) -> Iterator[None]:
-    """Import a framework inside the block, after a check of its version.
+    """Import a framework inside the block.
 
     Args:
-        package: its distribution.
-        minimum: the oldest version that works.
+        package: its distribution. Of a build with another name, such as ``tensorflow-cpu``, the
+            version is not checked.
+        minimum: the oldest version that works, as ``"2.5"``.
 
     Raises:
         MissingExtra: it is not installed, too old, or cannot be imported.
     """
-    check_version(package, minimum)
+    installed = installed_version(package)
     try:
+        if installed is not None and Version(installed) < Version(minimum):
+            raise ImportError(f"{package} {installed} is installed")
         yield
     except ImportError as error:
-        raise _missing(package, minimum, f"it cannot be imported: {error}") from error
-
-
-def _missing(package: str, minimum: str, reason: str) -> MissingExtra:
-    return MissingExtra(
-        f"nbtoolkit.integrations needs {package}: {reason}",
-        allowed=f"{package} {minimum} or newer",
-        do=f"pip install -U '{package}>={minimum}'",
-    )
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", text)[:2]]
+        raise MissingExtra(
+            f"nbtoolkit.integrations needs {package} {minimum} or newer: {error}",
+            do=f"pip install -U '{package}>={minimum}'",
+        ) from error
 
 
 def check_inside_train(ctx: object, call: str) -> None:

@@ -186,7 +186,7 @@ def test_a_killed_trial_is_retried_from_its_checkpoint(tmp_path: Path, train: Tr
 def test_a_framework_that_is_not_installed_is_named(tmp_path: Path, name: str) -> None:
     if find_spec(name) is not None:
         pytest.skip(f"{name} is installed: make test runs this test")
-    text = rf"{name} is not installed[\s\S]*pip install -U '{name}>="
+    text = rf"No module named '{name}'[\s\S]*pip install -U '{name}>="
     with pytest.raises(MissingExtra, match=text):
         quiet(lambda config, ctx: getattr(nbb, name)(ctx, {}), config_in(tmp_path), start="inline")
 

