@@ -29,7 +29,7 @@ from nbtoolkit.run.paths import RunPaths
 
 __all__ = ["own_tmpdir"]  # a fixture
 
-VICTIMS = ("command", "kernel", "all")
+VICTIMS = ("command", "run", "kernel", "all")
 EVENTS = "events.jsonl"
 PLACES = ("folder", "checkpoint", "page")  # of which each run has its own
 
@@ -89,9 +89,15 @@ def published(path: Path, folder: Path, seconds: float = SECONDS) -> dict[str, A
 def strike(command: subprocess.Popen[str], victim: str) -> bool:
     """Kill; where the command is left, it ends by itself, as failed. False: it was just done."""
     family = descendants(command.pid)
-    kernels = children(command.pid)
-    killed = {"command": {command.pid}, "kernel": kernels, "all": {command.pid} | family}[victim]
-    for pid in killed or {command.pid}:  # there may be no kernel yet
+    runs = children(command.pid)
+    kernels = set().union(*map(children, runs))
+    killed = {
+        "command": {command.pid},
+        "run": runs,
+        "kernel": kernels,
+        "all": {command.pid} | family,
+    }
+    for pid in killed[victim] or {command.pid}:  # there may be no kernel yet
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     command.communicate(timeout=SECONDS)
