@@ -265,7 +265,8 @@ def forward_pair(model: torch.nn.Module, batch: Batch) -> tuple[Batch, Batch]:
             f"a batch is not a pair (inputs, targets) but a {type(batch).__name__}{parts}",
             allowed="data sets of pairs, whose inputs may be a tuple; or your own step",
             do="let the collate function, or the data set, return ((x, lengths), y); or pass "
-            "step=lambda model, batch: (model(batch['x']), batch['y']) to fit",
+            "step=lambda model, batch: (model(*batch[:-1]), batch[-1]) to fit, for a dict "
+            "(model(batch['x']), batch['y'])",
         )
     inputs, targets = batch
     return model(inputs), targets

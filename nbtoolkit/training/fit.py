@@ -230,16 +230,16 @@ class _Training:
         self._train_step, self._checkpoints = train_step, checkpoints
         self._state, self._logger = TrainState(ctx, config), MetricLogger(ctx)
         self._resumable = Resumable(
-            train_step,
-            self._state,
-            callbacks,
-            {
+            train_step=train_step,
+            progress=self._state,
+            callbacks=callbacks,
+            sampling={
                 "global_batch_size": ctx.plan.global_batch_size,
                 "steps_per_epoch": loader.steps,
                 "seed": ctx.seed,
                 "order": loader.order,
             },
-            lambda: self._moment("on_save_checkpoint"),
+            before_save=lambda: self._moment("on_save_checkpoint"),
         )
         self._watch = Watch(ctx, checkpoints)
         self._window, self._clock = LossWindow(), StepClock(ctx, train_step.model)

@@ -1,4 +1,4 @@
-"""How the ranks of a fit share the training of a model: one process, DDP, DataParallel, FSDP."""
+"""Share the training of a model between the ranks of a fit, by DDP, DataParallel or FSDP."""
 
 from __future__ import annotations
 

@@ -441,11 +441,11 @@ def test_a_state_brings_back_the_schedule(make: Make) -> None:
     train_step, fresh = make(mlp(), overrides), make(mlp(), overrides)
     train_step.step(points(), WHOLE, measure_norm=False)
     for _ in range(2):
-        train_step.end_epoch(1.0)
+        train_step.schedule.end_epoch(1.0)
     fresh.restore(train_step.state(), source="here")
     assert fresh.steps_done == 1
     assert fresh.schedule.rate == train_step.schedule.rate == pytest.approx(0.01)
-    fresh.end_epoch(1.0)
+    fresh.schedule.end_epoch(1.0)
     assert fresh.schedule.rate == pytest.approx(0.001)
 
 
