@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from feeds import contexts
 
+from nbtoolkit.environment.resources import free_space
 from nbtoolkit.errors import CheckpointError
 from nbtoolkit.run.checkpoints.checkpoint_store import (
     CheckpointStore,
@@ -24,12 +26,12 @@ from nbtoolkit.run.checkpoints.checkpoint_store import (
     write_state,
 )
 from nbtoolkit.run.checkpoints.weights import load_model
-from nbtoolkit.training.checkpoints import AsyncCheckpointWriter, HostCopy
+from nbtoolkit.training.checkpoints import AsyncCheckpointWriter, CheckpointManager, HostCopy
 from nbtoolkit.training.strategy import HostState
 
 PARTS = {
     "model": {"weight": torch.arange(6.0)},
-    "training": {"progress": {"epoch": 2}, "rates": [0.1]},
+    "training": {"progress": {"epoch": 2}, "rates": [0.1], "betas": (0.9, 0.999)},
 }
 
 
@@ -49,7 +51,7 @@ def test_a_checkpoint_is_read_as_it_was_put(store: CheckpointStore) -> None:
     assert (entry.folder, entry.step, wrong) == (path, 20, [])
     assert json.loads((path / "manifest.json").read_text())["epoch"] == 2
     torch.testing.assert_close(entry.read("model")["weight"], torch.arange(6.0))
-    assert entry.read("training") == {"progress": {"epoch": 2}, "rates": [0.1]}
+    assert entry.read("training") == PARTS["training"]
 
 
 def test_names_of_torch_compile_stay_out_of_the_file_and_come_back_to_the_loop(
@@ -161,6 +163,25 @@ def test_what_cannot_be_loaded_without_pickled_code_is_refused_by_name(
     assert list(store.folder.iterdir()) == []
 
 
+class Harmful:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def test_pickled_code_in_a_file_is_not_run(tmp_path: Path) -> None:
+    torch.save(
+        {"model": {"weight": torch.ones(2)}, "x": Harmful(tmp_path / "made")}, tmp_path / "a"
+    )
+    with pytest.raises(CheckpointError, match=r"cannot be read: \w*UnpicklingError"):
+        read_state(tmp_path / "a")
+    assert not (tmp_path / "made").exists()
+
+
 @contextmanager
 def files_up_to(size: int) -> Iterator[None]:
     """A full disk: the system refuses to let a file grow further."""
@@ -181,6 +202,15 @@ def test_a_full_disk_leaves_the_last_good_one_and_nothing_half(store: Checkpoint
     entry, wrong = store.good("step")
     assert entry is not None
     assert (entry.step, wrong) == (10, [])
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "last.pt"
+    write_state(path, {"step": 10})
+    with files_up_to(50_000), pytest.raises(CheckpointError, match="could not be written"):
+        write_state(path, {"weight": torch.zeros(100_000)})
+    assert read_state(path) == {"step": 10}
+    assert list(tmp_path.iterdir()) == [path]
 
 
 # It is torch that takes long: imported once, for a child that saves and is killed, and another.
@@ -282,3 +312,24 @@ def test_what_the_writer_could_not_write_is_told_once(store: CheckpointStore) ->
     assert failure[0] == "step"
     assert isinstance(failure[1], CheckpointError)
     assert writer.failure() is None
+
+
+# --- those of a fit ---
+
+
+def test_the_best_weights_are_written_before_their_memory_is_used_again(tmp_path: Path) -> None:
+    [ctx] = contexts(tmp_path / "run")
+    with CheckpointManager(ctx, ctx.config) as manager:
+        for step in (1, 2):
+            weight = torch.full((10_000_000,), float(step))
+            manager.keep_best({"model": {"weight": weight}}, step, {"epoch": step})
+        [best] = CheckpointStore(ctx.paths.checkpoints).entries("best")
+        assert best.step == 1
+        assert best.read("model")["weight"].unique().tolist() == [1.0]
+
+
+def test_the_one_being_written_needs_space_beside_those_that_are_kept(tmp_path: Path) -> None:
+    [ctx] = contexts(tmp_path / "run", checkpoint__keep_last=1)
+    state = int(free_space(tmp_path) * 0.6)
+    with pytest.raises(CheckpointError, match="1 kept and one being written"):
+        CheckpointManager(ctx, ctx.config).check_space(0, state)

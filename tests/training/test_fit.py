@@ -294,6 +294,13 @@ def test_steps_decide_when_a_checkpoint_is_due(run: Run, every: int) -> None:
     assert sorted({*steps}) == list(range(every, 13, every))
 
 
+def test_each_epoch_is_saved_once_and_after_its_best_weights(run: Run) -> None:
+    """A checkpoint to resume from names the best epoch: its weights must be on the disk."""
+    run.fit(config=configured(overrides={"checkpoint.every_epochs": 1, "optim.lr": 0.01}))
+    saved = [(event["kind"], event["step"]) for event in run.events("checkpoint")]
+    assert saved == [(kind, step) for step in (4, 8, 12) for kind in ("best", "step")]
+
+
 def test_early_stopping_ends_when_nothing_gets_better(run: Run) -> None:
     overrides = {
         "train.epochs": 50,
