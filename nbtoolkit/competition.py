@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from nbtoolkit.config.validation import direction_of
+from nbtoolkit.config.directions import direction_of
 from nbtoolkit.crossval.cv_result import CVResult
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import FoldError, MissingExtra, SubmissionError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import ArrayLike, NDArray
 
-    from nbtoolkit.config.validation import Direction
+    from nbtoolkit.config.directions import Direction
     from nbtoolkit.folds.folds import Folds
 
     Array: TypeAlias = NDArray[Any]

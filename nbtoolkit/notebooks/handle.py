@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypedDict
 
-from nbtoolkit.config.yaml_source import dump
+from nbtoolkit.config.loading import dump
 from nbtoolkit.environment.deadline import span
 from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import (

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from nbtoolkit.config.yaml_source import Layer
+from nbtoolkit.config.loading import Layer
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import MissingExtra, NotebookError, NotebookFailed
 from nbtoolkit.notebooks.document import (

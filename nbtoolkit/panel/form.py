@@ -14,16 +14,14 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from yaml import YAMLError
 
-from nbtoolkit.config.fields import Free, FreeSection
+from nbtoolkit.config.fields import Free, FreeSection, Section, allowed_values
+from nbtoolkit.config.loading import Layer, dump, parse_settings, parse_value
 from nbtoolkit.config.schema import Config
-from nbtoolkit.config.section import Section
-from nbtoolkit.config.validation import fields as allowed_values
-from nbtoolkit.config.yaml_source import Layer, dump, parse_settings, parse_value
 from nbtoolkit.errors import ConfigError, NbtoolkitError
 from nbtoolkit.run.paths import atomic_file
 from nbtoolkit.study.space import translate_names
@@ -143,6 +141,8 @@ def _fields(model: type[BaseModel], prefix: str) -> list[Field]:
 def _choices(hint: Any) -> list[str] | None:
     """Return all values that a type allows; None: there are too many to list."""
     origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _choices(args[0])
     if origin is Literal:
         return [str(arg) for arg in args]
     if origin in (Union, types.UnionType):

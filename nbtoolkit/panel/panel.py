@@ -9,9 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config.layers import file_layer
+from nbtoolkit.config.loading import dump, file_layer
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
-from nbtoolkit.config.yaml_source import dump
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import MissingExtra
 from nbtoolkit.panel.form import FormState

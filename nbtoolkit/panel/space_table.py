@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import ipywidgets as w
 from yaml import YAMLError
 
-from nbtoolkit.config.yaml_source import dump, parse_settings, parse_value
+from nbtoolkit.config.loading import dump, parse_settings, parse_value
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.panel.form import text_of
 from nbtoolkit.panel.widgets import (

@@ -13,11 +13,17 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, ValidationError
 
-from nbtoolkit.config.fields import Allowed, Free, FreeSection, Seconds, Text
-from nbtoolkit.config.layers import Overrides, file_layer, places_to_look
-from nbtoolkit.config.section import Section
-from nbtoolkit.config.validation import mistakes as validation_mistakes
-from nbtoolkit.config.yaml_source import Keys, Layer, Mistake, refuse
+from nbtoolkit.config.fields import Allowed, Free, FreeSection, Seconds, Section, Text
+from nbtoolkit.config.loading import (
+    Keys,
+    Layer,
+    Mistake,
+    Overrides,
+    file_layer,
+    places_to_look,
+    refuse,
+)
+from nbtoolkit.config.loading import mistakes as validation_mistakes
 from nbtoolkit.errors import NotebookError, PipelineError
 from nbtoolkit.notebooks.document import NotebookSummary, summarise
 from nbtoolkit.notebooks.parameters import FromShell, Parameter, typed_parameters

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from nbtoolkit.config.layers import places_to_look
+from nbtoolkit.config.loading import places_to_look
 from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import NotebookError, PipelineError
 from nbtoolkit.notebooks.handle import NotebookFiles

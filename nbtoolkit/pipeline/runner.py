@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nbtoolkit.config.layers import Overrides
-from nbtoolkit.config.yaml_source import Mistake, dump, refuse
+from nbtoolkit.config.loading import Mistake, Overrides, dump, refuse
 from nbtoolkit.environment.deadline import span
 from nbtoolkit.errors import NbtoolkitError, NotebookFailed, PipelineError, PipelineFailed
 from nbtoolkit.host import in_kernel

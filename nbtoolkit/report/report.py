@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path, PosixPath
 from statistics import median
 
-from nbtoolkit.config.schema import flat_settings
+from nbtoolkit.config.fields import flat_settings
 from nbtoolkit.errors import ReportFolderError
 from nbtoolkit.report.predictions import NoPredictions, Predictions, joined, predictions_of
 from nbtoolkit.run.identity import decides_result

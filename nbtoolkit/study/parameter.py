@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, PlainSerializer
 
-from nbtoolkit.config.fields import Allowed, Count, Free, FreeSection, Number, Positive, Whole
-from nbtoolkit.config.section import Section
+from nbtoolkit.config.fields import (
+    Allowed,
+    Count,
+    Free,
+    FreeSection,
+    Number,
+    Positive,
+    Section,
+    Whole,
+)
 
 if TYPE_CHECKING:
     from optuna import Trial

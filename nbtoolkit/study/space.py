@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from nbtoolkit.config.aliases import nearest
-from nbtoolkit.config.validation import fields
-from nbtoolkit.config.yaml_source import Keys, Layer, Mistake, refuse
+from nbtoolkit.config.fields import allowed_values
+from nbtoolkit.config.loading import Keys, Layer, Mistake, refuse
 from nbtoolkit.errors import ConfigError, SpaceError
 from nbtoolkit.study.parameter import (
     KINDS,
@@ -286,7 +286,7 @@ class _Reader:
         self, name: str, spec: Mapping[str, object], kind: type[Parameter], error: ValidationError
     ) -> None:
         """Add pydantic's errors, one for each key (it reports unions and lists in parts)."""
-        allowed = fields(kind)
+        allowed = allowed_values(kind)
         errors = {str(item["loc"][0]): item["type"] for item in reversed(error.errors())}
         for key, problem in errors.items():
             what, hint, do = f"{key}: {spec.get(key)!r} is not allowed", allowed.get(key, ""), ""

@@ -15,22 +15,23 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeGuard
 from pydantic import BeforeValidator, PlainSerializer, ValidationError
 
 from nbtoolkit.config.aliases import similar_name
+from nbtoolkit.config.directions import Direction, direction_of, resolve
 from nbtoolkit.config.fields import (
     Allowed,
+    Auto,
     Count,
     CountFrom0,
     Free,
     FreeSection,
     NotNegative,
     Seconds,
+    Section,
     Seed,
     Text,
+    allowed_values,
 )
-from nbtoolkit.config.layers import file_layer, merge
+from nbtoolkit.config.loading import Keys, Layer, Mistake, dump, file_layer, merge, mistakes, refuse
 from nbtoolkit.config.schema import Config
-from nbtoolkit.config.section import Auto, Section
-from nbtoolkit.config.validation import Direction, direction_of, fields, mistakes, resolve
-from nbtoolkit.config.yaml_source import Keys, Layer, Mistake, dump, refuse
 from nbtoolkit.errors import SpaceError
 from nbtoolkit.folds.folds import FoldKind
 from nbtoolkit.study.parameter import CategoricalParameter, Searched
@@ -260,7 +261,9 @@ def _with_sections(layer: Layer) -> Layer:
     values, places, found = dict(layer.values), dict(layer.places), list(layer.mistakes)
     if values and not set(values) & set(SweepConfig.model_fields):
         values, places = {"space": values}, {("space", *keys): at for keys, at in places.items()}
-    sections = {name.partition(".")[0] for name in fields(SweepConfig) if "." in name} | {"space"}
+    sections = {name.partition(".")[0] for name in allowed_values(SweepConfig) if "." in name} | {
+        "space"
+    }
     for name in sections & set(values):
         if values[name] is None:
             del values[name]  # `folds: null`

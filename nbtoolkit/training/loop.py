@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbtoolkit.config.reads import mark_used
+from nbtoolkit.config import reads
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.errors import CheckpointError, RunStopped
 from nbtoolkit.run.checkpoints.checkpoint_store import StoredCheckpoint
@@ -159,7 +159,7 @@ def fit(
     """
     check_context(ctx, "fit")
     config = as_config(config)
-    mark_used()
+    reads.note(reads.ALL)
     by_name = named_metrics(metrics)
     names, stems = reported_names(by_name, validates=valid_data is not None)
     profilers = [StepProfiler(ctx)] if config.train.profile else []

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.config.aliases import similar_name
-from nbtoolkit.config.validation import resolve
+from nbtoolkit.config.directions import resolve
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.sync import LogPoint, LossSum
 from nbtoolkit.worker.collectives import gather_on_all

@@ -16,8 +16,8 @@ from panels import models, visible
 from traitlets import TraitError
 
 import nbtoolkit as nb
+from nbtoolkit.config.loading import parse_value
 from nbtoolkit.config.schema import Config
-from nbtoolkit.config.yaml_source import parse_value
 from nbtoolkit.panel.form import (
     EDITS_FILE,
     FormState,

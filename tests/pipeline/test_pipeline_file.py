@@ -81,7 +81,7 @@ def mistakes(folder: Path, text: str, **options: object) -> str:
         ),
         (
             "steps:\n  use:\n    notebook: use.ipynb\n    timeout: soon",
-            "wrong.yaml:4: timeout: 'soon' is not allowed\n  Allowed: seconds above 0",
+            "wrong.yaml:4: timeout: 'soon' is not allowed: not a duration\n  Allowed: seconds",
         ),
         (
             "steps:\n  use:\n    notebook: use.ipynb\n    parameters:\n      settngs: {}",

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from nbtoolkit.config.validation import resolve
+from nbtoolkit.config.directions import resolve
 from nbtoolkit.errors import FitError
 
 if TYPE_CHECKING:
