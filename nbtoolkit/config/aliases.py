@@ -1,4 +1,4 @@
-"""List names of other launchers: a few mean a setting of ours, the others are refused.
+"""List the names of other launchers that mean a setting of ours, and those that are refused.
 
 The key `name` is a setting, in any checked section or at the top level, and the key
 `setting: value` a value of a setting. The module also finds the name that a wrong one misspells.

@@ -1,4 +1,4 @@
-"""Load settings: layers of YAML, JSON and overrides, and one error for all mistakes in them.
+"""Load settings from layers of YAML, JSON and overrides, and report all mistakes in one error.
 
     defaults  <  host overlay  <  file  <  overrides
 
