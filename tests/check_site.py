@@ -19,8 +19,8 @@ import typer.main
 
 import nbtoolkit
 from nbtoolkit.__main__ import command_line
+from nbtoolkit.config.fields import allowed_values
 from nbtoolkit.config.schema import Config
-from nbtoolkit.config.validation import fields
 from nbtoolkit.study.sweep_config import SweepConfig
 
 # Sphinx writes these for its own use.
@@ -100,7 +100,9 @@ def missing_entries(pages: Iterable[Page]) -> list[str]:
     anchors = {anchor for page in pages for anchor in page.anchors}
     names = {f"nbtoolkit.{name}" for name in nbtoolkit.__all__ if not name.startswith("__")}
     names -= {"nbtoolkit.errors", "nbtoolkit.verify"}  # modules: their names are entries
-    settings = {f"confval-{name}" for model in (Config, SweepConfig) for name in fields(model)}
+    settings = {
+        f"confval-{name}" for model in (Config, SweepConfig) for name in allowed_values(model)
+    }
     commands = {f"nbtoolkit-{name}" for name in typer.main.get_command(command_line()).commands}
     return [f"no entry for {name}" for name in sorted((names | settings | commands) - anchors)]
 

@@ -45,25 +45,29 @@ def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[st
 
 def accepted() -> Iterator[tuple[str, ...]]:
     """Names that are read as ours."""
-    for name, ours in sorted(aliases._ALIASES.items()):
-        yield code(name), f":confval:`{ours}`"
+    for name, ours in sorted(aliases.MEANINGS.items()):
+        if ": " not in name:
+            yield code(name), f":confval:`{ours}`"
 
 
 def values() -> Iterator[tuple[str, ...]]:
     """Values that are read as ours, and those that are refused."""
-    for mode, ours in sorted(aliases._MODES.items()):
-        yield ":confval:`distributed.strategy`", code(mode), f"means {code(ours)}"
-    for setting, reasons in sorted(aliases._REFUSED_VALUES.items()):
-        for value, reason in reasons.items():
-            yield f":confval:`{setting}`", code(value), f"refused: {reason}"
+    for name, ours in sorted(aliases.MEANINGS.items()):
+        if ": " in name:
+            yield code(name), f"means {code(ours)}"
+    for name, reason in sorted(aliases.REFUSALS.items()):
+        if ": " in name:
+            yield code(name), f"refused: {reason}"
 
 
 def refused() -> Iterator[tuple[str, ...]]:
     """Names that are refused, why, and what to do."""
-    for name, ours in sorted(aliases._NAMED_HERE.items()):
-        yield code(name), "is another tool's name of a setting", f"set :confval:`{ours}`"
-    for name, (why, instead) in sorted(aliases._REFUSED.items()):
-        yield code(name), why, instead.replace("*", r"\*")
+    for name, text in sorted(aliases.REFUSALS.items()):
+        why, _, instead = text.partition("; ")
+        if not instead:
+            why, instead = "is another tool's name of a setting", f"set :confval:`{text}`"
+        if ": " not in name:
+            yield code(name), why, instead.replace("*", r"\*")
 
 
 def code(value: object) -> str:
@@ -73,7 +77,7 @@ def code(value: object) -> str:
 
 TABLES = {
     "accepted": (("name in another launcher", "setting of nbtoolkit"), accepted),
-    "values": (("setting", "value in another launcher", "in nbtoolkit"), values),
+    "values": (("in another launcher", "in nbtoolkit"), values),
     "refused": (("name", "why", "what to do"), refused),
 }
 

@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import os
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    model_validator,
+)
 
-from nbtoolkit.config.reads import add_asked, mark_asked, names_asked
+from nbtoolkit.config import reads
+from nbtoolkit.config.aliases import MEANINGS, REFUSALS
+from nbtoolkit.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Allowed:
-    """Annotation that describes the allowed values for people."""
+class Section(BaseModel):
+    """Base of all sections: frozen, without unknown names; a field's docstring is its help."""
 
-    text: str
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        arbitrary_types_allowed=True,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, values: object) -> object:
+        """Accept ``train:`` with nothing under it."""
+        return {} if values is None else values
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # A section of Config has the name of its class.
+        section = type(self).__name__.lower()
+        key = name if section == "config" else f"{section}.{name}"
+        raise ConfigError(
+            f"a configuration is frozen: {key} cannot be set",
+            allowed="a new configuration with another value",
+            do=f"config = config.with_overrides({{{key!r}: {value!r}}})",
+        )
+
+    def __iter__(self) -> Generator[tuple[str, Any], None, None]:
+        """Yield the settings with their values, as for ``dict(config.optim)``."""
+        reads.note_dump(f"{type(self).__name__.lower()}.*")
+        return super().__iter__()
 
 
 class FreeSection(Mapping[str, Any]):
@@ -44,18 +83,18 @@ class FreeSection(Mapping[str, Any]):
     _name: str
 
     def __init__(self, values: Mapping[str, object] | None = None, name: str = "") -> None:
-        prefix = f"{name}." if name else ""
-        frozen = {key: _frozen(value, key, prefix) for key, value in (values or {}).items()}
+        given = values._values if isinstance(values, FreeSection) else values or {}
+        frozen = {key: _frozen(value, key, name) for key, value in given.items()}
         object.__setattr__(self, "_values", frozen)
         object.__setattr__(self, "_name", name)
 
     def __getitem__(self, key: str) -> Any:
-        mark_asked(self._name, key)
+        reads.note(f"{self._name}.{key}")
         return self._values[key]
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
-            mark_asked(self._name, name)
+            reads.note(f"{self._name}.{name}")
             if name in self._values:
                 return self._values[name]
         names = ", ".join(self._values) or "nothing"
@@ -67,7 +106,7 @@ class FreeSection(Mapping[str, Any]):
         )
 
     def __iter__(self) -> Iterator[str]:
-        mark_asked(self._name, "*")
+        reads.note(f"{self._name}.*")
         return iter(self._values)
 
     def __eq__(self, other: object) -> bool:
@@ -88,40 +127,65 @@ class FreeSection(Mapping[str, Any]):
         return sorted({*super().__dir__(), *self._values})
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _unpickled, (self.to_dict(), self._name, names_asked())
+        return _unpickled, (self.to_dict(), self._name, reads.names())
 
     def to_dict(self) -> dict[str, object]:
         """Convert the section to plain dicts, lists and values."""
-        mark_asked(self._name, "*", only_recorded=True)
+        reads.note_dump(f"{self._name}.*")
         return {key: _thawed(value) for key, value in self._values.items()}
 
 
-def _unpickled(values: dict[str, object], name: str, asked: frozenset[str]) -> FreeSection:
-    """A section, with what the process that pickled it has asked for."""
-    add_asked(asked)
+def _unpickled(values: dict[str, object], name: str, read: frozenset[str]) -> FreeSection:
+    """Return a section, and note what the process that pickled it has asked for."""
+    reads.note(*read)
     return FreeSection(values, name)
 
 
-def _frozen(value: object, name: object, prefix: str) -> object:
-    if not isinstance(name, str):
-        raise ValueError(f"the name {name!r} is not a string")
+def _frozen(value: object, key: object, section: str) -> object:
+    if not isinstance(key, str):
+        raise ValueError(f"the name {key!r} is not a string")
+    name = f"{section}.{key}" if section else key
     if isinstance(value, Mapping):
-        values = value._values if isinstance(value, FreeSection) else value
-        return FreeSection(values, f"{prefix}{name}")
+        return FreeSection(value, name)
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, (list, tuple)):
-        return tuple(_frozen(item, f"{name}.{i}", prefix) for i, item in enumerate(value))
+        return tuple(_frozen(item, str(i), name) for i, item in enumerate(value))
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    full = f"{prefix}{name}"
-    raise ValueError(f"{full!r} is a {type(value).__name__}, which YAML cannot hold")
+    raise ValueError(f"{name!r} is a {type(value).__name__}, which YAML cannot hold")
 
 
 def _thawed(value: object) -> object:
     if isinstance(value, FreeSection):
         return value.to_dict()
     return [_thawed(item) for item in value] if isinstance(value, tuple) else value
+
+
+# --- what types allow, in words ---
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Annotation that describes the allowed values for people."""
+
+    text: str
+
+
+FREE = ("model", "data")
+"""Sections for the user's own settings: names in them are neither renamed nor checked."""
+
+
+@functools.cache
+def allowed_values(model: type[BaseModel]) -> dict[str, str]:
+    """Describe every checked setting of a model: dotted name -> allowed values."""
+    described = {}
+    for name, hint in get_type_hints(model, include_extras=True).items():
+        if isinstance(hint, type) and issubclass(hint, BaseModel):
+            described.update({f"{name}.{key}": text for key, text in allowed_values(hint).items()})
+        elif name in model.model_fields and name not in FREE:
+            described[name] = describe(hint)
+    return described
 
 
 def describe(hint: object) -> str:
@@ -150,16 +214,23 @@ def _choices(hint: object) -> Iterator[str]:
         yield {types.NoneType: "null", str: "a string"}[hint]
 
 
-def _free_section(value: object, info: ValidationInfo) -> FreeSection:
-    return _named_section(value, info.field_name or "")
+def as_yaml(value: object) -> str:
+    """Format a setting's value as YAML writes it."""
+    return value if isinstance(value, str) else json.dumps(value, default=dict)
 
 
-def _named_section(value: object, name: str) -> FreeSection:
-    # None: `options:` with nothing under it.
-    if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"{value!r} is not a section")
-    values = value._values if isinstance(value, FreeSection) else value
-    return FreeSection(values, name)
+def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted name."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(flat_settings(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+# --- types ---
 
 
 def _number(value: object) -> object:
@@ -179,7 +250,7 @@ def _seconds(value: object) -> object:
     text = value.replace(" ", "").lower()
     parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise ValueError(f"{value!r} is not a duration")
+        raise ValueError("not a duration")
     return math.fsum(float(number) * _UNITS[unit] for number, unit in parts)
 
 
@@ -203,6 +274,44 @@ def _path(value: object) -> object:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def _choice(value: object, info: ValidationInfo) -> object:
+    """Convert a name to lower case, and another launcher's name to ours."""
+    if not isinstance(value, str):
+        return value
+    name = f"{info.field_name}: {value.lower()}"
+    if name in REFUSALS:
+        raise ValueError(REFUSALS[name])
+    return MEANINGS.get(name, value.lower())
+
+
+def _section(value: object, info: ValidationInfo) -> FreeSection:
+    # None: `options:` with nothing under it.
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError("not a section")
+    return FreeSection(value, info.field_name or "")
+
+
+def _groups(value: object) -> tuple[FreeSection, ...]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(v, Mapping) for v in value):
+        raise ValueError("not a list of groups")
+    groups = tuple(FreeSection(group) for group in value)
+    for group in groups:
+        match = group.get("match")
+        patterns = match if isinstance(match, tuple) else (match,)
+        if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+            raise ValueError("a group has no match: a pattern of parameter names")
+        if "lr" in group and "lr_scale" in group:
+            raise ValueError(f"the group {match!r} has both lr and lr_scale")
+        for name in ("lr", "lr_scale", "weight_decay"):
+            number = group.get(name, 1.0)
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or number < 0:
+                raise ValueError(f"{name} of the group {match!r} is not a number of at least 0")
+    return groups
+
+
+Auto: TypeAlias = Literal["auto"]
+Choice = BeforeValidator(_choice)
+"""Annotation of names that other launchers write in other ways."""
 Number = Annotated[float, BeforeValidator(_number), Allowed("a number")]
 Whole = Annotated[int, BeforeValidator(_number), Allowed("a whole number")]
 Count = Annotated[Whole, Field(ge=1), Allowed("a whole number of at least 1")]
@@ -223,11 +332,7 @@ Seconds = Annotated[
 ]
 Text = Annotated[str, BeforeValidator(_path), Field(min_length=1), Allowed("a string")]
 OutputFolder = Annotated[
-    str,
-    BeforeValidator(_path),
-    Field(min_length=1),
-    AfterValidator(_expand_scratch),
-    Allowed("a string: a folder, or '{scratch}/folder'"),
+    Text, AfterValidator(_expand_scratch), Allowed("a string: a folder, or '{scratch}/folder'")
 ]
 OptimizerName = Annotated[
     str,
@@ -241,42 +346,18 @@ Devices = Annotated[
     PlainSerializer(list),
     Allowed("a list of distinct device numbers, such as [0, 2]"),
 ]
-Texts = Annotated[
-    tuple[Annotated[str, BeforeValidator(_path), Field(min_length=1)], ...],
-    PlainSerializer(list),
-    Allowed("a list of strings"),
-]
+Texts = Annotated[tuple[Text, ...], PlainSerializer(list), Allowed("a list of strings")]
 Free = Annotated[
     FreeSection,
-    BeforeValidator(_free_section),
+    BeforeValidator(_section),
     PlainSerializer(FreeSection.to_dict),
     Allowed(
         "names that you choose; values: strings, numbers, booleans, null, lists, or more names"
     ),
 ]
-
-
-def _param_groups(value: object) -> tuple[FreeSection, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ValueError("not a list of groups")
-    groups = tuple(_named_section(group, "") for group in value)
-    for group in groups:
-        match = group.get("match")
-        patterns = match if isinstance(match, tuple) else (match,)
-        if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
-            raise ValueError("a group has no match: a pattern of parameter names")
-        if "lr" in group and "lr_scale" in group:
-            raise ValueError(f"the group {match!r} has both lr and lr_scale")
-        for name in ("lr", "lr_scale", "weight_decay"):
-            number = group.get(name, 1.0)
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or number < 0:
-                raise ValueError(f"{name} of the group {match!r} is not a number of at least 0")
-    return groups
-
-
 ParamGroups = Annotated[
     tuple[FreeSection, ...],
-    BeforeValidator(_param_groups),
+    BeforeValidator(_groups),
     PlainSerializer(lambda groups: [group.to_dict() for group in groups]),
     Allowed("a list of groups {match: 'pattern of names', lr or lr_scale, weight_decay, ...}"),
 ]

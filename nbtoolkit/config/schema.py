@@ -1,6 +1,4 @@
-"""Define the settings of a run, and load them from layers of YAML.
-
-    defaults  <  config/env/<host>.yaml  <  the user's file  <  overrides
+"""Define the settings of a run, and load them.
 
 The string under a field is its documentation. The sections `model` and `data` are free; elsewhere
 an unknown name or an invalid value is an error with its line, the allowed values and a suggestion.
@@ -10,15 +8,18 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import PrivateAttr, ValidationError, model_validator
+from pydantic import PrivateAttr
 
-from nbtoolkit.config.aliases import canonical
+from nbtoolkit.config import reads
+from nbtoolkit.config.checks import conflicts
 from nbtoolkit.config.fields import (
     Above1,
+    Auto,
     Below1,
+    Choice,
     Count,
     CountFrom0,
     Devices,
@@ -26,19 +27,32 @@ from nbtoolkit.config.fields import (
     FreeSection,
     NotNegative,
     OptimizerName,
+    OutputFolder,
     ParamGroups,
     Port,
     Positive,
     Seconds,
+    Section,
     Seed,
     Share,
     TaskName,
     Text,
+    Texts,
+    flat_settings,
 )
-from nbtoolkit.config.layers import Overrides, file_layer, merge, override_layer, shipped_folder
-from nbtoolkit.config.section import Auto, Cluster, Runtime, Section, Tracking
-from nbtoolkit.config.validation import check_conflicts, fields, mistakes
-from nbtoolkit.config.yaml_source import Keys, Layer, dump, refuse
+from nbtoolkit.config.loading import (
+    Keys,
+    Layer,
+    Overrides,
+    dump,
+    file_layer,
+    merge,
+    override_layer,
+    refuse,
+    shipped_folder,
+    validate,
+    with_our_names,
+)
 from nbtoolkit.errors import ConfigError
 
 
@@ -99,7 +113,7 @@ class Train(Section):
     """The number of samples per optimizer step, over all ranks and accumulation steps."""
     batch_size_per_device: Count | None = None
     """The number of samples per forward pass on one device. Set it instead of `batch_size`."""
-    precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
+    precision: Annotated[Literal["auto", "fp32", "fp16", "bf16"], Choice] = "auto"
     """`auto` chooses by the compute capability of the GPU: bf16 from 8.0 on, fp16 from 7.0 on (such
     as a T4), fp32 below. On the CPU, `auto` is fp32."""
     drop_last: bool = False
@@ -162,6 +176,9 @@ class Train(Section):
     """An overflow multiplies the loss scale by this factor."""
 
 
+StrategyName = Annotated[
+    Literal["auto", "single", "ddp", "fsdp", "deepspeed", "hybrid", "dp", "measured"], Choice
+]
 SHARDED = ("fsdp", "deepspeed", "hybrid")
 """Names of strategies that train with torch's FSDP."""
 
@@ -173,9 +190,7 @@ class Distributed(Section):
     """Whether to use several ranks. `auto`: yes, if there are two or more equal, usable GPUs, or if
     `world_size` or `strategy` asks for several ranks. true: yes, even on the CPU. false: no, one
     process."""
-    strategy: Literal["auto", "single", "ddp", "fsdp", "deepspeed", "hybrid", "dp", "measured"] = (
-        "auto"
-    )
+    strategy: StrategyName = "auto"
     """How the ranks divide the model and the work. `single`: one process. `ddp`:
     DistributedDataParallel. `fsdp`: each rank keeps a part of the weights, gradients and optimizer
     state. `deepspeed`: the same, with `zero_stage: 2`. `hybrid`: from four devices on, two groups
@@ -193,7 +208,7 @@ class Distributed(Section):
     world_size: Auto | Count = "auto"
     """The number of ranks. `auto`: one per usable GPU of the best model, or one on the CPU. The
     argument `processes` of `nb.launch` overrides this setting."""
-    backend: Literal["auto", "nccl", "gloo", "tensorflow"] = "auto"
+    backend: Annotated[Literal["auto", "nccl", "gloo", "tensorflow"], Choice] = "auto"
     """The communication backend. `auto`: `nccl` between GPUs, otherwise `gloo`. `tensorflow`: one
     process, in which TensorFlow's `MirroredStrategy` uses all GPUs."""
     fallback: bool = True
@@ -267,6 +282,114 @@ class Checkpoint(Section):
     `nb.load_model` and `cv.models` load the same weights."""
 
 
+class Tracking(Section):
+    """Tracking services and what is logged."""
+
+    mlflow: bool = True
+    """Write an MLflow run for each launch."""
+    tensorboard: bool = False
+    """Write TensorBoard files to the run's folder."""
+    wandb: bool = False
+    """Write W&B runs. Without an API key or internet, they are written offline, to the run's
+    folder."""
+    wandb_project: Text | None = None
+    """The name of the W&B project. null: the value of `tracking.experiment`."""
+    uri: Text | None = None
+    """The tracking URI of MLflow. null: the URI of `mlflow.set_tracking_uri` or of the environment
+    variable `MLFLOW_TRACKING_URI`, or if there is none, an SQLite database in
+    `runtime.output_dir`."""
+    experiment: Text = "nbtoolkit"
+    """The name of the MLflow experiment."""
+    log_every_n_steps: Count = 10
+    """`nb.fit` logs the training loss each time that this number of optimizer steps is done."""
+    device_metrics: bool = True
+    """Log the memory and the utilization of the devices every few seconds."""
+    record_samples: bool = False
+    """Let `nb.fit` record which samples each optimizer step uses, in the folder `samples` of the
+    run."""
+
+
+class Runtime(Section):
+    """Output folder, time limits and health checks."""
+
+    output_dir: OutputFolder = "outputs"
+    """The folder that contains all run folders. `{scratch}` is the host's folder for large
+    temporary files."""
+    time_budget: Seconds | None = None
+    """The time limit of a run, counted from the launch. Before the limit, the run saves a
+    checkpoint and ends with the status `deadline`. null: no limit."""
+    deadline: Seconds | None = None
+    """The time limit of a notebook or script: all launches, sweeps and cross-validations in it end
+    before this time. It is counted from the start of the process. See `nb.set_deadline`. null: no
+    limit."""
+    session_limit: Seconds | None = None
+    """The time after which the host ends the session, counted from the start of the container. A
+    run ends before that; `shutdown_margin` says how long before. null: no limit."""
+    shutdown_margin: Seconds = 60.0
+    """A run ends this long before `session_limit`, so that the rest of the notebook has time."""
+    pack: Auto | bool = "auto"
+    """Call `nb.pack` for `output_dir` when a run ends at its deadline. `auto`: only on Kaggle and
+    Colab."""
+    quota_hours: Positive | None = None
+    """The GPU hours of your host's weekly quota. `nb.quota` and the cost of a search in the panel
+    use this number. null: unknown."""
+    hang_timeout: Seconds = 300.0
+    """A rank counts as hung if it sends no message and computes nothing for this time, while
+    another rank waits for it or has returned."""
+    restarts: Auto | CountFrom0 = "auto"
+    """How often a run starts its ranks again, from the last checkpoint, after a rank has died, hung
+    or raised an error. An error that comes back at the same step ends the run. `auto`: 2 where
+    nobody watches (a script, a notebook in the background), 0 in a live notebook. A search restarts
+    its trials and folds only if this is a number."""
+    compare_ranks: bool = True
+    """Warn if the ranks train different models, or report different numbers under one name.
+    nbtoolkit compares some weights and the numbers at each report and, except under torchrun and
+    srun, at the end."""
+
+
+class Cluster(Section):
+    """The job that `where="slurm"` or `where="ray"` submits."""
+
+    nodes: Count = 1
+    """The number of machines of a run. A search needs 1 on Slurm. On Ray, a search ignores this
+    number and uses all machines of the cluster."""
+    devices: Count | None = None
+    """The number of ranks per machine, each with its own GPU. null: `distributed.world_size`
+    divided by `nodes`, or the length of `distributed.device_ids`."""
+    gpu: bool = True
+    """Whether each rank has a GPU. false: the ranks have CPUs only."""
+    cpus_per_device: Count | None = None
+    """The number of CPUs per rank. null: 1, but on Slurm with GPUs the default of the cluster."""
+    memory: Text | None = None
+    """Slurm: the memory per machine, such as 64G. null: the default of the cluster."""
+    time_limit: Seconds | None = None
+    """The time limit of a job on Slurm or Kubernetes. null: `runtime.time_budget`, or twelve hours
+    if that is null, too."""
+    signal_seconds: Count = 120
+    """Slurm: this many seconds before the time limit, the ranks save a checkpoint and end."""
+    restarts: CountFrom0 = 10
+    """How often a job starts again and resumes the run, after its time limit (Slurm) or after the
+    loss of a machine (Ray)."""
+    partition: Text | None = None
+    """Slurm: the partition."""
+    account: Text | None = None
+    """Slurm: the account."""
+    options: Free = FreeSection()
+    """Slurm: more options of `sbatch`, with their long names (`qos: high`, `exclude: node7`)."""
+    modules: Texts = ()
+    """Slurm: the environment modules to load (`module load`)."""
+    setup: Texts = ()
+    """Slurm: shell commands that run before the ranks start (`source .venv/bin/activate`)."""
+    container: Text | None = None
+    """Slurm: the container image of the ranks. This needs the Slurm plugin pyxis."""
+    python: Text | None = None
+    """Slurm: the command that starts Python, such as `apptainer exec --nv image.sif python`. null:
+    the Python of this process, or `python3` if `container` is set."""
+    address: Text | None = None
+    """Ray: the address of the cluster. null: the environment variable `RAY_ADDRESS`, or the cluster
+    to which this machine belongs."""
+
+
 class _Places(dict[Keys, str]):
     """Places where settings were set; all are equal, so that they do not affect equality."""
 
@@ -310,11 +433,6 @@ class Config(Section):
     """The job that `where="slurm"` or `where="ray"` submits."""
     _places: _Places = PrivateAttr(default_factory=_Places)
 
-    @model_validator(mode="after")
-    def _check_conflicts(self) -> Config:
-        check_conflicts(self)
-        return self
-
     def with_overrides(self, overrides: Overrides) -> Config:
         """Return a copy with some settings changed.
 
@@ -330,6 +448,7 @@ class Config(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all settings as plain dicts and lists, which ``Config.model_validate`` reads."""
+        reads.note_dump(reads.ALL)
         values = self.model_dump()
         if self.train.batch_size_per_device is not None:
             # It has no effect then, and setting both is an error.
@@ -447,24 +566,9 @@ def _this_host() -> str:
     return "local" if kind in ("jupyter", "script") else kind
 
 
-def _build(layers: list[Layer]) -> Config:
-    layer = merge(canonical(each, fields(Config)) for each in layers)
-    try:
-        config = Config.model_validate(layer.values)
-    except ValidationError as error:
-        refuse([*layer.mistakes, *mistakes(error, layer, Config)])
-        raise  # not reached: every validation error becomes a mistake
-    refuse(list(layer.mistakes))
+def _build(layers: Iterable[Layer]) -> Config:
+    layer = merge(with_our_names(each, Config) for each in layers)
+    config = validate(Config, layer)
+    refuse([*conflicts(config, layer.places)])
     config._places.update(layer.places)
     return config
-
-
-def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted name."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(flat_settings(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

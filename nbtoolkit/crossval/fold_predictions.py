@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
-from nbtoolkit.config.reads import mark_used
+from nbtoolkit.config import reads
 from nbtoolkit.crossval.fold_algorithm import finished_folds, fold_key
 from nbtoolkit.crossval.out_of_fold import as_array
 from nbtoolkit.environment.deadline import check_deadline
@@ -198,7 +198,7 @@ def _prediction(
     """The function that the ranks run; ``ctx.fold.index`` is the number of a job."""
 
     def predict_block(config: Config, ctx: RunContext) -> Array:
-        mark_used(("*", "model.*", "data.*"))  # the settings are those of the training
+        reads.note(reads.ALL, "model.*", "data.*")  # the settings are those of the training
         assert ctx.fold is not None
         job = jobs[ctx.fold.index]
         block, blocks = job.block

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbtoolkit.config.yaml_source import Layer, Mistake, read_layer, refuse
+from nbtoolkit.config.loading import Layer, Mistake, read_layer, refuse
 from nbtoolkit.errors import MetadataError
 from nbtoolkit.notebooks.document import (
     declared_parameters,

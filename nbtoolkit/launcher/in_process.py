@@ -202,11 +202,11 @@ def _call(train: Train, ctx: RunContext, flag: SignalFlag, record: RunRecord | N
     outcome = Finished("completed")
     try:
         with flag.interrupting():
-            value, reads = call_function(train, ctx)
+            value = call_function(train, ctx)
         if ctx.world_size > 1:
             _wait_for_all(ctx.world_size, ctx.paths)
         if record is not None:
-            ctx.warn_unused_settings(reads)
+            ctx.warn_unused_settings()
             record.returned(returned_numbers(value))
     except RunStopped as stopped:  # on all ranks at the same report, or at a second SIGTERM
         outcome = Finished(stopped.status)

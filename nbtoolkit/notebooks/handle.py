@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, TypedDict
 
 from nbtoolkit.cards import properties_html
-from nbtoolkit.config.yaml_source import dump
+from nbtoolkit.config.loading import dump
 from nbtoolkit.environment.deadline import span
 from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import (

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from nbtoolkit.config.yaml_source import Layer, Mistake, parse_value, read_layer, refuse
+from nbtoolkit.config.loading import Layer, Mistake, parse_value, read_layer, refuse
 from nbtoolkit.errors import ParameterError
 from nbtoolkit.text_table import did_you_mean
 

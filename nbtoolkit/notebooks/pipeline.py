@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from nbtoolkit.cards import Card, Table, html
-from nbtoolkit.config.layers import Overrides, places_to_look
-from nbtoolkit.config.yaml_source import Mistake, dump, refuse
+from nbtoolkit.config.loading import Mistake, Overrides, dump, places_to_look, refuse
 from nbtoolkit.environment.deadline import span
 from nbtoolkit.environment.resources import try_lock
 from nbtoolkit.errors import (

@@ -15,8 +15,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from nbtoolkit.config.fields import Seconds
-from nbtoolkit.config.layers import Overrides, file_layer, places_to_look
-from nbtoolkit.config.yaml_source import Keys, Layer, Mistake, refuse
+from nbtoolkit.config.loading import (
+    Keys,
+    Layer,
+    Mistake,
+    Overrides,
+    file_layer,
+    places_to_look,
+    refuse,
+)
 from nbtoolkit.errors import NbtoolkitError, NotebookError, PipelineError
 from nbtoolkit.notebooks.document import (
     declared_parameters,

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nbtoolkit.config.yaml_source import parse_settings
+from nbtoolkit.config.loading import parse_settings
 from nbtoolkit.errors import LaunchError, NbtoolkitError
 from nbtoolkit.launcher.train_function import Train
 from nbtoolkit.panel import buttons

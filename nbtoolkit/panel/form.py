@@ -11,8 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, get_args
 
+from nbtoolkit.config.loading import dump, parse_settings
 from nbtoolkit.config.schema import Config, load_config
-from nbtoolkit.config.yaml_source import dump, parse_settings
 from nbtoolkit.errors import ConfigError, NbtoolkitError
 from nbtoolkit.study.sweep_config import (
     PrunerName,

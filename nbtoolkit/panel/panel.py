@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbtoolkit.config.layers import file_layer
+from nbtoolkit.config.loading import file_layer
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import MissingExtra

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import ipywidgets as w
 from yaml import YAMLError
 
-from nbtoolkit.config.yaml_source import parse_settings, parse_value
+from nbtoolkit.config.loading import parse_settings, parse_value
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.panel.form import FILE, replace_section
 from nbtoolkit.panel.widgets import (

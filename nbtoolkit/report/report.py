@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path, PosixPath
 
 from nbtoolkit.cards import Card, Part, Table, Text, Tiles, html
-from nbtoolkit.config.schema import flat_settings
+from nbtoolkit.config.fields import flat_settings
 from nbtoolkit.errors import ReportFolderError
 from nbtoolkit.run.identity import decides_result
 from nbtoolkit.run.paths import EVENTS, KIND_NAMES, RunPaths, age_key, write_whole

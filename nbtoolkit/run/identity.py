@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from nbtoolkit.config.schema import flat_settings
+from nbtoolkit.config.fields import flat_settings
 from nbtoolkit.environment.installed import installed_roots
 from nbtoolkit.run.payload import closure_values, global_names
 

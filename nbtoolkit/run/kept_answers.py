@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nbtoolkit.config.schema import flat_settings
+from nbtoolkit.config.fields import flat_settings
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.launch_plan import Start
 from nbtoolkit.environment.placement import MeasuredSpeed, strategy_is_open

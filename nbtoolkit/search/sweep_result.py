@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
+from nbtoolkit.config.loading import read_layer
 from nbtoolkit.config.schema import Config
-from nbtoolkit.config.yaml_source import read_layer
 from nbtoolkit.errors import LaunchError, RunFileError, SweepError
 from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.launcher.run_result import result_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from nbtoolkit.config.yaml_source import Layer, Mistake
+from nbtoolkit.config.loading import Layer, Mistake
 
 
 def expand(value: object) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from optuna import Trial
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import create_trial
 
+from nbtoolkit.config.loading import Keys, Mistake, refuse
 from nbtoolkit.config.schema import Config
-from nbtoolkit.config.yaml_source import Keys, Mistake, refuse
 from nbtoolkit.errors import ConfigError, SpaceError
 from nbtoolkit.study.notation import expand
 

@@ -14,23 +14,35 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, PlainSerializer, ValidationError
 
-from nbtoolkit.config.aliases import FREE, similar_name
+from nbtoolkit.config.aliases import similar_name
+from nbtoolkit.config.directions import Direction, resolve
 from nbtoolkit.config.fields import (
+    FREE,
     Allowed,
+    Auto,
     Count,
     CountFrom0,
     Free,
     FreeSection,
     NotNegative,
     Seconds,
+    Section,
     Seed,
     Text,
 )
-from nbtoolkit.config.layers import Overrides, file_layer, merge, override_layer
+from nbtoolkit.config.loading import (
+    Keys,
+    Layer,
+    Mistake,
+    Overrides,
+    dump,
+    file_layer,
+    merge,
+    mistakes,
+    override_layer,
+    refuse,
+)
 from nbtoolkit.config.schema import Config
-from nbtoolkit.config.section import Auto, Section
-from nbtoolkit.config.validation import Direction, mistakes, resolve
-from nbtoolkit.config.yaml_source import Keys, Layer, Mistake, dump, refuse
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import MissingExtra, SpaceError
 from nbtoolkit.folds.folds import FoldKind

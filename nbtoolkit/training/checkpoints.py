@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 from nbtoolkit.config.aliases import similar_name
-from nbtoolkit.config.validation import resolve
+from nbtoolkit.config.directions import resolve
 from nbtoolkit.environment.resources import free_space, size_text
 from nbtoolkit.errors import CheckpointError, FitError
 from nbtoolkit.host import detect_host

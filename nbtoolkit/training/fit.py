@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from nbtoolkit.config.reads import mark_used
+from nbtoolkit.config import reads
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.errors import RunStopped
 from nbtoolkit.run.paths import write_json
@@ -157,7 +157,7 @@ def fit(
     """
     check_context(ctx, "fit")
     config = as_config(config)
-    mark_used()
+    reads.note(reads.ALL)
     by_name = named_metrics(metrics)
     names, stems = reported_names(by_name, validates=valid_data is not None)
     profilers = [StepProfiler(ctx)] if config.train.profile else []

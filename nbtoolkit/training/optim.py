@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+from nbtoolkit.config.directions import resolve
 from nbtoolkit.config.fields import FreeSection
-from nbtoolkit.config.validation import resolve
 from nbtoolkit.errors import FitError, some_names
 from nbtoolkit.training.losses import loss_parameters
 

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 
-from nbtoolkit.config.validation import direction_of
+from nbtoolkit.config.directions import direction_of
 from nbtoolkit.run.failure import with_cells
 from nbtoolkit.run.serialization import one_line as exception_line
 from nbtoolkit.study.table import ENDED, SweepTable

@@ -13,8 +13,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
-from nbtoolkit.config.reads import mark_used
-from nbtoolkit.config.unused import unread_names, unread_settings, unused_names, unused_settings
+from nbtoolkit.config import reads, unused
 from nbtoolkit.environment.deadline import on_monotonic_clock
 from nbtoolkit.errors import CheckpointError, ReportError, RunStopped
 from nbtoolkit.run import messages
@@ -117,7 +116,7 @@ class RunContext:
     @property
     def params(self) -> dict[str, Any]:
         """The parameters of this trial; empty outside sweeps."""
-        mark_used(self._params)
+        reads.note(*self._params)
         return self._params
 
     @property
@@ -299,24 +298,19 @@ class RunContext:
         if self.is_main:
             self._channel.send(NoteAdded(text=text, level=level))
 
-    def warn_unused_settings(self, reads: set[str]) -> None:
-        """Warn of a fold or a changed setting that was not read, and of undivided samples.
-
-        Args:
-            reads: the settings that the function has read.
-        """
+    def warn_unused_settings(self) -> None:
+        """Warn of a fold or a setting that was not read, and of undivided samples."""
         if not self.is_main:
             return
-        unused = unused_names(self.config, reads, self._params)
-        unread = unread_names(self.config, reads)
+        unread = unused.unread_names(self.config, self._params)
         texts = [
-            unused_settings(self.config, unused),
-            unread_settings(self.config, unread),
+            unused.warning(self.config, unread),
             _FOLD_UNREAD if self._fold is not None and not self._fold_read else None,
         ]
         if self._loaders is not None and self.weights():
             texts.append(self._loaders.warning(self.world_size))
-        searched = [name for name in self._params if name in unread]
+        free = ("model.", "data.")
+        searched = [name for name in self._params if name in unread and name.startswith(free)]
         for text in filter(None, texts):
             self._channel.send(messages.UsageWarning(text=text, searched=searched))
 

@@ -21,7 +21,7 @@ from functools import wraps
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from nbtoolkit.config.reads import record_reads
+from nbtoolkit.config import reads
 from nbtoolkit.environment.installed import ImportRecorder
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.errors import RunStopped
@@ -124,18 +124,15 @@ def _run_job(job: RankJob, rank: int, channel: SupervisorChannel) -> None:
             sys.meta_path.remove(imports)
 
 
-def call_function(function: Callable[..., Any], context: RunContext) -> tuple[Any, set[str]]:
+def call_function(function: Callable[..., Any], context: RunContext) -> Any:
     """Call the training function, and write its value to the run's folder.
 
     A child that the function forks ends where the function ends in the child.
-
-    Returns:
-        The value, and the settings that the function has read.
     """
     context.track_optimizers()
     process = os.getpid()
     try:
-        with record_reads() as reads:
+        with reads.noting(context.config, context._params):
             value = function(context.config, context)
     finally:
         if os.getpid() != process:
@@ -147,7 +144,7 @@ def call_function(function: Callable[..., Any], context: RunContext) -> tuple[An
         write_whole(path, packed, durable=not context._params)
     except OSError as error:
         raise folder_error(path, error) from error
-    return value, reads
+    return value
 
 
 def _noting_files(
@@ -191,12 +188,12 @@ def _call_and_report(
     seed_everything(context.seed)
     try:
         with heartbeat(channel, context.world_size):
-            value, reads = call_function(function, context)
+            value = call_function(function, context)
     except RunStopped as stopped:
         channel.send(messages.FunctionLeft(status=stopped.status))
         return
     _flush()
-    context.warn_unused_settings(reads)
+    context.warn_unused_settings()
     weights = context.weights()
     channel.send(messages.FunctionReturned(numbers=returned_numbers(value), weights=weights))
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from nbtoolkit.config.aliases import _ALIASES, _NAMED_HERE, _REFUSED
+from nbtoolkit.config.aliases import MEANINGS, REFUSALS
+from nbtoolkit.config.fields import allowed_values
 from nbtoolkit.config.schema import Config, load_config
-from nbtoolkit.config.validation import fields
 from nbtoolkit.errors import ConfigError
 
 
@@ -63,17 +63,26 @@ def test_other_launchers_names_are_understood(
         ({"distributed": {"output_device": 0}}, r"belongs to DataParallel"),
         ({"train": {"deepspeed_config": "ds.json"}}, r"DeepSpeed's own file(.|\n)*zero_stage"),
         ({"train": {"zero_stage": 3}}, r"did you mean 'distributed.zero_stage'"),
-        ({"distributed": {"enable_hybrid": True}}, r"a hybrid mode(.|\n)*strategy: hybrid"),
-        ({"distributed": {"backend": "mpi"}}, r"backend: 'mpi' is refused: torch has it only when"),
-        ({"distributed": {"backend": "pytorch-ddp"}}, r"is refused: set distributed.strategy: ddp"),
+        ({"distributed": {"enable_hybrid": True}}, r"divides the model(.|\n)*strategy: hybrid"),
+        (
+            {"distributed": {"backend": "mpi"}},
+            r"'mpi' is not allowed: torch has it only when",
+        ),
+        (
+            {"distributed": {"backend": "pytorch-ddp"}},
+            r"not allowed: set distributed.strategy: ddp",
+        ),
         ({"distributed": {"init_method": "env://"}}, r"can only be env://(.|\n)*remove it"),
-        ({"train": {"fp16": True}}, r"'train.fp16' is another tool's name of train.precision"),
-        ({"gradient_clipping": 1.0}, r"'gradient_clipping' is another tool's(.|\n)*max_grad_norm"),
+        ({"train": {"fp16": True}}, r"setting 'train.fp16'(.|\n)*did you mean 'train.precision'"),
+        (
+            {"gradient_clipping": 1.0},
+            r"'gradient_clipping'(.|\n)*mean 'train.max_grad_norm'",
+        ),
         ({"distributed": {"backend": "horovod"}}, r"Horovod's last release"),
         ({"checkpoint": {"checkpoint_dir": "x"}}, r"cannot be set by itself\n.*runtime.output_dir"),
         ({"checkpoint": {"auto_resume": False}}, r"is an argument of the call\n.*resume=\"never\""),
-        ({"max_retries": 3}, r"'max_retries' does not exist.*\n.*nb.launch again"),
-        ({"k_fold": {"n_splits": 5}}, r"'k_fold' belongs to a sweep\n.*config/hpo"),
+        ({"max_retries": 3}, r"setting 'max_retries'(.|\n)*did you mean 'runtime.restarts'"),
+        ({"k_fold": {"n_splits": 5}}, r"'k_fold' belongs to a sweep\n.*sweep's own file"),
         (
             {"distributed": {"sync_bn": True, "sync_batchnorm": False}},
             r"sets distributed.sync_batchnorm, which override 'distributed' sets\b(.|\n)*keep one",
@@ -85,13 +94,26 @@ def test_what_is_refused_is_refused_with_its_reason(settings: dict[str, Any], me
         _load(**settings)
 
 
+NAMES = {name: to for name, to in {**MEANINGS, **REFUSALS}.items() if ": " not in name}
+
+
 def test_names_of_the_users_own_sections_are_left_alone() -> None:
-    own = {name: 1 for name in (*_ALIASES, *_NAMED_HERE, *_REFUSED) if "." not in name}
+    own = {name: 1 for name in NAMES if "." not in name}
     assert _load(model=own).model.to_dict() == own
     assert _load(optim={"options": own}).optim.options.to_dict() == own
 
 
-def test_every_other_name_leads_to_a_setting_of_ours() -> None:
-    assert {*_ALIASES.values(), *_NAMED_HERE.values()} <= set(fields(Config))
-    assert not set(_ALIASES) & {*_REFUSED, *_NAMED_HERE}
-    assert not set(_NAMED_HERE) & set(_REFUSED)
+def test_every_other_name_leads_to_a_setting_of_ours_or_to_a_way_out() -> None:
+    known = allowed_values(Config)
+    assert {to for name, to in MEANINGS.items() if ": " not in name} <= set(known)
+    assert all(to in known or "; " in to for to in NAMES.values())
+    assert not set(MEANINGS) & set(REFUSALS)
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSALS if "." not in name])
+def test_a_name_or_value_that_is_refused_says_what_to_do(name: str) -> None:
+    setting, _, value = name.partition(": ")
+    settings = {f"distributed.{setting}": value} if value else {setting: 1}
+    with pytest.raises(ConfigError) as caught:
+        load_config(env=None, overrides=settings)
+    assert REFUSALS[name].rpartition("; ")[2] in str(caught.value)

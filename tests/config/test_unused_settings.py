@@ -1,4 +1,4 @@
-"""A custom loop that never reads a setting of nb.fit gets one warning, and no false one."""
+"""Settings that the training function never reads get one warning, and no false one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAID = "settings without effect"
 @pytest.fixture(autouse=True)
 def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests of this process have asked for names, as cells of a notebook do."""
-    monkeypatch.setattr(reads, "_asked", set())
+    monkeypatch.setattr(reads, "_names", set())
 
 
 def own_loop(config: Any, ctx: Any) -> dict[str, float]:
@@ -40,7 +40,7 @@ def dumps_all(config: Any, ctx: Any) -> dict[str, float]:
 
 
 def dumps_a_section(config: Any, ctx: Any) -> dict[str, float]:
-    return dict(config.optim)
+    return {"val_loss": dict(config.optim)["lr"]}
 
 
 def reads_params(config: Any, ctx: Any) -> dict[str, float]:
@@ -56,8 +56,11 @@ def fits(config: Any, ctx: Any) -> dict[str, float]:
     return nb.fit(ctx, config, nn.Linear(2, 1), (x, x[:, :1]), None, loss=F.mse_loss)
 
 
-def fits_with_another_config(config: Any, ctx: Any) -> dict[str, float]:
-    return fits({"train.epochs": 1, "checkpoint.enabled": False}, ctx)
+def fits_with_another_config(_: Any, ctx: Any) -> dict[str, float]:
+    x = torch.ones(8, 2)
+    config = {"train.epochs": 1, "checkpoint.enabled": False}
+    data = (x, x[:, :1])
+    return nb.fit(ctx, config, nn.Linear(2, 1), data, data, loss=F.mse_loss)
 
 
 def settings(folder: Path, **more: Any) -> Config:
@@ -72,89 +75,67 @@ def warnings(folder: Path) -> list[str]:
     return [event.text for event in events if event.type == "note" and SAID in event.text]
 
 
-@pytest.mark.parametrize(("start", "ranks"), [("forkserver", 1), ("forkserver", 2), ("inline", 1)])
-def test_settings_that_an_own_loop_does_not_read_are_named_once(
-    tmp_path: Path, start: Any, ranks: int
-) -> None:
-    config = settings(tmp_path, **{"checkpoint.every_epochs": 1})
-    result = nb.launch(own_loop, config, start=start, processes=ranks, display="off")
-    (text,) = warnings(result.paths.folder)
-    assert "optim.name (" in text
-    assert "train.yaml:3)" in text
-    assert "train.max_grad_norm (" in text
-    assert "train.yaml:5)" in text
-    assert "checkpoint.every_epochs (override 'checkpoint.every_epochs')" in text
-    assert "Allowed: " in text
-    assert "Do now:  read them in the function (config.optim.name), call nb.fit" in text
-    # Nobody set these, and lr_rule, the output folder and mlflow have an effect on any function.
-    for other in ("momentum", "lr_rule", "output_dir", "mlflow", "every_minutes"):
-        assert other not in text
-
-
-def test_a_setting_that_the_loop_reads_is_not_named(tmp_path: Path) -> None:
-    result = nb.launch(reads_the_rate, settings(tmp_path), start="inline", display="off")
-    (text,) = warnings(result.paths.folder)
-    assert "optim.lr (" not in text
-    assert "optim.name (" in text
-
-
-@pytest.mark.parametrize("train", [dumps_all, fits, fits_with_another_config])
-def test_nothing_is_said_where_all_settings_may_have_an_effect(tmp_path: Path, train: Any) -> None:
-    config = settings(tmp_path, **{"train.epochs": 1, "checkpoint.enabled": False})
-    result = nb.launch(train, config, start="inline", display="off")
-    assert warnings(result.paths.folder) == []
-
-
-def test_a_section_that_is_read_as_a_whole_is_not_named(tmp_path: Path) -> None:
-    result = nb.launch(dumps_a_section, settings(tmp_path), start="inline", display="off")
-    (text,) = warnings(result.paths.folder)
-    assert "optim." not in text.partition("Allowed")[0]
-    assert "train.max_grad_norm (" in text
-
-
-def test_defaults_are_not_named(tmp_path: Path) -> None:
-    config = Config().with_overrides(
-        {"tracking.mlflow": False, "runtime.output_dir": str(tmp_path), "optim.lr": 1e-3}
-    )
-    result = nb.launch(own_loop, config, start="inline", display="off")
-    assert warnings(result.paths.folder) == []
+def test_to_read_a_setting_has_no_effect() -> None:
+    config = Config()
+    assert config.optim.lr == config.to_dict()["optim"]["lr"]
+    assert dict(config.optim)["name"] == "adamw"
+    assert reads.names() == frozenset()
 
 
 def captures(config: Config) -> Any:
-    def train(_: Any, ctx: Any) -> float:
-        return config.optim.lr + (config.train.max_grad_norm or 0) + len(config.optim.name)
+    def train(_: Any, ctx: Any) -> dict[str, float]:
+        return {"val_loss": config.optim.lr * config.optim.momentum}
 
     return train
-
-
-def test_a_captured_config_counts_as_read(tmp_path: Path) -> None:
-    config = settings(tmp_path)
-    for start in ("forkserver", "inline"):
-        result = nb.launch(captures(config), config, processes=1, start=start, display="off")
-        assert warnings(result.paths.folder) == []
 
 
 SPACE = {"optim.lr": [1e-3, 0.1], "optim.momentum": [0.5, 0.8]}  # one of the rates is the default
 
 
-def test_a_sweep_names_them_once_for_all_trials(tmp_path: Path) -> None:
+def swept(train: Any, config: Config) -> Any:
     pytest.importorskip("optuna")
     sweep_config = {"study": {"metric": "val_loss", "sampler": "grid"}, "space": SPACE}
-    result = nb.sweep(reads_params, settings(tmp_path), sweep_config, display="off")
+    return nb.sweep(train, config, sweep_config, display="off")
+
+
+@pytest.mark.parametrize(
+    "train", [reads_params, dumps_all, fits_with_another_config, captures(Config())]
+)
+def test_a_sweep_of_settings_that_are_read_says_nothing(tmp_path: Path, train: Any) -> None:
+    config = settings(tmp_path, **{"train.epochs": 1, "checkpoint.enabled": False})
+    assert warnings(swept(train, config).paths.folder) == []
+
+
+def test_a_section_that_is_read_as_a_whole_is_not_named(tmp_path: Path) -> None:
+    result = swept(dumps_a_section, settings(tmp_path))
+    assert warnings(result.paths.folder) == []
+
+
+def test_a_sweep_names_what_it_searches_in_vain_once(tmp_path: Path) -> None:
+    result = swept(own_loop, settings(tmp_path))
     assert len(result.study.get_trials()) == 4
-    (text,) = warnings(result.paths.folder)
-    assert "train.max_grad_norm (" in text
-    assert "optim.lr (" not in text  # the function takes it out of ctx.params
-    assert all(warnings(folder) == [] for folder in result.paths.folder.glob("trials/*"))
-
-
-def test_a_sweep_names_what_it_searches_in_vain(tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
-    sweep_config = {"study": {"metric": "val_loss", "sampler": "grid"}, "space": SPACE}
-    result = nb.sweep(own_loop, settings(tmp_path), sweep_config, display="off")
     (text,) = warnings(result.paths.folder)
     assert "optim.lr (override 'optim.lr')" in text
     assert "optim.momentum (override 'optim.momentum')" in text
+    assert "Do now:  correct the names, read them (config.optim.lr)" in text
+    assert "max_grad_norm" not in text
+    assert all(warnings(folder) == [] for folder in result.paths.folder.glob("trials/*"))
+
+
+def test_a_sweep_names_only_the_one_that_is_not_read(tmp_path: Path) -> None:
+    (text,) = warnings(swept(reads_the_rate, settings(tmp_path)).paths.folder)
+    assert "optim.momentum (" in text
+    assert "optim.lr (" not in text
+
+
+def test_reading_is_noted_only_inside_the_block() -> None:
+    config = Config()
+    with reads.noting(config, ["optim.lr", "train.batch_size"]):
+        assert config.optim.lr == 1e-3
+        assert config.with_overrides({"optim.lr": 0.5}).optim.lr == 0.5
+    assert reads.names() == {"optim.lr"}
+    assert config == Config()
+    assert type(config.optim).__dict__.get("lr") is None
 
 
 def builds_a_model(config: Any, ctx: Any) -> dict[str, float]:

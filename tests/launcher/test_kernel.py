@@ -239,7 +239,7 @@ def test_an_error_of_ours_in_the_kernel_ends_at_the_users_line(shared: Notebook)
     import sys, traceback
     print(traceback.extract_tb(sys.last_traceback)[-1].filename)
     """).ok()
-    assert "nbtoolkit/config/yaml_source.py" in cell.text
+    assert "nbtoolkit/config/loading.py" in cell.text
     for call in ("nb.Folds.load('bad.yaml')", "nb.make_folds([1, 2], k=7)"):
         assert "nbtoolkit/" not in plain(shared.run(call).traceback)
 

@@ -8,8 +8,8 @@ import pytest
 from harmless import EVIL, assert_harmless
 from panels import visible
 
+from nbtoolkit.config.loading import dump, parse_value
 from nbtoolkit.config.schema import Config
-from nbtoolkit.config.yaml_source import dump, parse_value
 from nbtoolkit.errors import ConfigError
 from nbtoolkit.panel.form import FormState
 from nbtoolkit.panel.setup import Setup

@@ -25,8 +25,8 @@ import yaml
 
 import nbtoolkit
 from nbtoolkit.__main__ import command_line
+from nbtoolkit.config.fields import allowed_values
 from nbtoolkit.config.schema import Config
-from nbtoolkit.config.validation import fields
 from nbtoolkit.environment import grace
 from nbtoolkit.notebooks.pipeline_file import load_pipeline
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
@@ -299,7 +299,7 @@ def test_public_names_are_there(page: Path) -> None:
     assert used - set(nbtoolkit.__all__) - {"errors"} == set()
 
 
-SETTINGS = fields(Config).keys() | fields(SweepConfig).keys()
+SETTINGS = allowed_values(Config).keys() | allowed_values(SweepConfig).keys()
 SECTIONS = {name.partition(".")[0] for name in SETTINGS if "." in name}
 
 

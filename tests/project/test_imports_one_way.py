@@ -60,7 +60,7 @@ LAYERS = (
 
 # Loading one of these loads none that comes later: the way of the data of a launch.
 STATIONS = [
-    {"errors", "config.yaml_source"},
+    {"errors", "config.loading"},
     {"config.schema"},
     {"environment.hardware"},
     {"environment.plan"},

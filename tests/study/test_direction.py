@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import nbtoolkit as nb
+from nbtoolkit.config.directions import direction_of, resolve
 from nbtoolkit.config.schema import Config
-from nbtoolkit.config.validation import direction_of, resolve
 from nbtoolkit.errors import FitError, SpaceError
 from nbtoolkit.study.sweep_config import load_sweep_config
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from programs import write_program
 
-from nbtoolkit.config.yaml_source import dump
+from nbtoolkit.config.loading import dump
 from nbtoolkit.notebooks.pipeline import PipelineResult, run_pipeline
 
 FIND = "import nbtoolkit as nb\nnb.publish({'best': {'lr': 0.1 * n}, 'score': n, 'tag': tag})"

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_logits
 
 import nbtoolkit as nb
+from nbtoolkit.config.directions import direction_of
 from nbtoolkit.config.schema import Config
-from nbtoolkit.config.validation import direction_of
 from nbtoolkit.errors import FitError
 from nbtoolkit.training.metrics import metric_names, named_metric, named_metrics
 from nbtoolkit.worker.context import RunContext

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nbtoolkit.config.validation import direction_of
+from nbtoolkit.config.directions import direction_of
 from nbtoolkit.errors import FoldError
 
 if TYPE_CHECKING:
-    from nbtoolkit.config.validation import Direction
+    from nbtoolkit.config.directions import Direction
     from nbtoolkit.crossval.cv_result import CVResult
     from nbtoolkit.folds.folds import Folds
 

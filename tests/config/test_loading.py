@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nbtoolkit.config.yaml_source import dump, parse_value, read_layer
+from nbtoolkit.config.loading import dump, parse_value, read_layer
 from nbtoolkit.errors import ConfigError
 
 
@@ -58,9 +58,15 @@ def test_every_key_has_its_line(tmp_path: Path) -> None:
 
 def test_anchors_and_merges_work(tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
-    path.write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: *a\n")
-    layer = read_layer(path)
-    assert layer.values == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"x": 1, "y": 2}}
+    path.write_text("a: &a {x: 1, y: 2}\nb: {y: 3, <<: *a}\nc: *a\nd: {<<: [*a, {x: 5, z: 6}]}\n")
+    layer = read_layer(path, "my.yaml")
+    assert layer.values == {
+        "a": {"x": 1, "y": 2},
+        "b": {"x": 1, "y": 3},
+        "c": {"x": 1, "y": 2},
+        "d": {"x": 1, "y": 2, "z": 6},
+    }
+    assert layer.places["b", "y"] == "my.yaml:2"
     assert layer.mistakes == ()
 
 
@@ -74,7 +80,7 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a:\n\tb: 1", r"my.yaml:2: a tab: 'b: 1'\n.*spaces(.|\n)*replace the tab"),
+        ("a:\n\tb: 1", r"my.yaml:2: not valid YAML: .*: 'b: 1'\n.*replace the tab by spaces"),
         ("a: 1\nb: [1, 2", r"my.yaml:\d: not valid YAML"),
         ("a: 1\n  b: 2", r"my.yaml:2: not valid YAML: mapping values are not allowed here: 'b: 2'"),
         ("a: *b", r"my.yaml:1: not valid YAML: found undefined alias 'b'"),
@@ -83,7 +89,10 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
             "a: !!python/name:os.system x",
             r"my.yaml:1: not valid YAML: could not determine a",
         ),
-        ("a: &a [*a]", r"my.yaml:1: not valid YAML: a value that contains itself"),
+        ("a: &a [*a]", r"my.yaml: not valid YAML: .* an alias stands in its own value"),
+        ("a: !!python/tuple [1]", r"my.yaml:1: not valid YAML: a list cannot have the tag"),
+        ("a: !!omap [b: 1]", r"my.yaml:1: not valid YAML: a list cannot have the tag"),
+        ("a: {<<: [1]}", r"my.yaml:1: not valid YAML: << needs a mapping"),
         ("a: \x00", r"my.yaml: not valid YAML: .*special characters are not allowed"),
     ],
 )
