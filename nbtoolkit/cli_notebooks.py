@@ -170,8 +170,8 @@ def kaggle_kernel(
     parameter: Parameters = None,
 ) -> None:
     """Write a folder with a notebook for Kaggle's client, and print the upload command."""
-    from nbtoolkit.kaggle.kernel import KernelSettings, write_kernel
     from nbtoolkit.notebooks.parameters import parameters_from_shell
+    from nbtoolkit.sessions.kernel import KernelSettings, write_kernel
 
     settings = KernelSettings(
         user=options.user,
@@ -204,7 +204,7 @@ def bundle(
     ] = None,
 ) -> None:
     """Write the wheels that nbtoolkit needs on a host without internet."""
-    from nbtoolkit.kaggle.bundle import make_bundle
+    from nbtoolkit.sessions.wheels import make_bundle
 
     wheels = make_bundle(host, output, image=image, wheel=wheel, user=user)
     print(wheels.folder)
@@ -229,7 +229,7 @@ def pack(
     ] = None,
 ) -> None:
     """Pack the runs of an output folder into one file, so that another session can resume them."""
-    from nbtoolkit.archive.pack import pack as write_bundle
+    from nbtoolkit.sessions.pack import pack as write_bundle
 
     packed = write_bundle(output, source=source, size_limit=size_limit)
     print(packed.path)
@@ -247,7 +247,7 @@ def unpack(
     ] = None,
 ) -> None:
     """Unpack the runs of an earlier session, so that the next launch or sweep resumes them."""
-    from nbtoolkit.archive.unpack import unpack as read_bundle
+    from nbtoolkit.sessions.unpack import unpack as read_bundle
 
     unpacked = read_bundle(where, into=into)
     print("\n".join([repr(unpacked), *unpacked.notes]))

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from nbtoolkit.archive.pack import pack
-from nbtoolkit.archive.unpack import unpack
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
 from nbtoolkit.run.events import EventLog, RunEnded, RunStarted
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.sessions.pack import pack
+from nbtoolkit.sessions.unpack import unpack
 from tests.bench.figures import Figure
 
 RUNS, NUMBERS = 4, 2**26  # float32: 268 MB a run

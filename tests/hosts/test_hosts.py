@@ -16,8 +16,8 @@ from names import WORKING
 from notebook_sizes import NOTEBOOKS, QUICK
 from room import Room
 
-from nbtoolkit.kaggle.bundle import make_bundle
 from nbtoolkit.notebooks.document import read_as_saved, with_parameters
+from nbtoolkit.sessions.wheels import make_bundle
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(1800)]
 

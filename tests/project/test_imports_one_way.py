@@ -28,7 +28,6 @@ LAYERS = (
     "environment",
     "run",
     "tracking",
-    "archive",
     "worker",
     "launcher",
     "training",
@@ -44,7 +43,7 @@ LAYERS = (
     "notebooks",
     "pipeline",
     "lint",
-    "kaggle",
+    "sessions",
     "views",
     # It measures by launches and draws what it measured.
     "tuning",

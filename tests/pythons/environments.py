@@ -15,7 +15,7 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from nbtoolkit.kaggle.bundle import host_image
+from nbtoolkit.sessions.wheels import host_image
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build/pythons"

@@ -19,7 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from nbtoolkit.archive.bundle_format import (
+from nbtoolkit.config.schema import ConfigLike, as_config
+from nbtoolkit.environment.resources import free_space, read_size, size_text
+from nbtoolkit.errors import BundleError, NbtoolkitError
+from nbtoolkit.host import Host, detect_host
+from nbtoolkit.run.attempts import run_config
+from nbtoolkit.run.paths import RunPaths, read_json, write_json
+from nbtoolkit.sessions.bundle import (
     DEFAULT_NAME,
     DISK_FULL,
     FORMAT,
@@ -28,20 +34,14 @@ from nbtoolkit.archive.bundle_format import (
     Header,
     size_without_files,
 )
-from nbtoolkit.archive.file_rules import UNREADABLE, describe, is_database, printable
-from nbtoolkit.archive.selection import (
+from nbtoolkit.sessions.carried_files import UNREADABLE, describe, is_database, printable
+from nbtoolkit.sessions.selection import (
     DESCRIPTIONS,
     PRIORITIES,
     Item,
     OutputContents,
     choose_items,
 )
-from nbtoolkit.config.schema import ConfigLike, as_config
-from nbtoolkit.environment.resources import free_space, read_size, size_text
-from nbtoolkit.errors import BundleError, NbtoolkitError
-from nbtoolkit.host import Host, detect_host
-from nbtoolkit.run.attempts import run_config
-from nbtoolkit.run.paths import RunPaths, read_json, write_json
 from nbtoolkit.text_table import html_table
 from nbtoolkit.version import __version__
 
@@ -103,8 +103,8 @@ def pack(
     Runs that are still running are packed in their present state.
 
     If there is too little space, some files are left out, in the order that
-    :mod:`nbtoolkit.archive.selection` describes. Files outside run folders, code, files that may
-    contain credentials (see :mod:`nbtoolkit.archive.file_rules`) and files that cannot be read are
+    :mod:`nbtoolkit.sessions.selection` describes. Files outside run folders, code, files that may
+    contain credentials (see carried_files.py) and files that cannot be read are
     always left out. The result lists what was left out.
 
     Args:

@@ -329,7 +329,7 @@ def host_image(host: str) -> Image:
     Raises:
         WheelsError: the host is unknown.
     """
-    folder = files("nbtoolkit.kaggle") / "images"
+    folder = files("nbtoolkit.sessions") / "images"
     known = sorted(entry.name.removesuffix(".txt") for entry in folder.iterdir())
     if host not in known:
         raise WheelsError(

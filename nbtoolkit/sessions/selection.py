@@ -22,8 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
-from nbtoolkit.archive.bundle_format import SUFFIX, PackedRun, size_in_bundle
-from nbtoolkit.archive.file_rules import (
+from nbtoolkit.run.attempts import completed, kind_of, opening_event, readable_last_event
+from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore, StoredCheckpoint
+from nbtoolkit.run.events import EventReader, TrialChanged
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.sessions.bundle import SUFFIX, PackedRun, size_in_bundle
+from nbtoolkit.sessions.carried_files import (
     ARTIFACTS,
     BESIDE,
     ELSEWHERE,
@@ -38,10 +42,6 @@ from nbtoolkit.archive.file_rules import (
     run_folder_of,
     size_of,
 )
-from nbtoolkit.run.attempts import completed, kind_of, opening_event, readable_last_event
-from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore, StoredCheckpoint
-from nbtoolkit.run.events import EventReader, TrialChanged
-from nbtoolkit.run.paths import RunPaths
 
 Priority = Literal["needed", "best", "values", "tracking", "other", "log", "also-ran"]
 

@@ -13,7 +13,7 @@ import pytest
 
 import nbtoolkit
 from nbtoolkit.errors import MissingExtra, WheelsError
-from nbtoolkit.kaggle.bundle import (
+from nbtoolkit.sessions.wheels import (
     EXTRAS,
     NEVER,
     Image,
@@ -173,7 +173,7 @@ def test_our_wheel_is_made_of_the_checkout(own: Wheel) -> None:
     assert (own.name, str(own.version)) == ("nbtoolkit-torch", nbtoolkit.__version__)
     with zipfile.ZipFile(own.path) as archive:
         inside = set(archive.namelist())
-    assert {"nbtoolkit/kaggle/images/kaggle.txt", "nbtoolkit/_config/train.yaml"} <= inside
+    assert {"nbtoolkit/sessions/images/kaggle.txt", "nbtoolkit/_config/train.yaml"} <= inside
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,13 @@ import torch
 from kernels import SECONDS
 
 import nbtoolkit as nb
-from nbtoolkit.archive.bundle_format import (
+from nbtoolkit.environment.resources import free_space, read_size, size_text
+from nbtoolkit.errors import BundleError, ConfigError
+from nbtoolkit.host import Host, HostKind
+from nbtoolkit.launcher.options import Start
+from nbtoolkit.run.paths import RunPaths, runs_in
+from nbtoolkit.run.resume import lock_run
+from nbtoolkit.sessions.bundle import (
     DEFAULT_NAME,
     FILES,
     FORMAT,
@@ -33,14 +39,8 @@ from nbtoolkit.archive.bundle_format import (
     BundleWriter,
     Header,
 )
-from nbtoolkit.archive.pack import PackResult, pack_for_next_session
-from nbtoolkit.archive.unpack import find_source
-from nbtoolkit.environment.resources import free_space, read_size, size_text
-from nbtoolkit.errors import BundleError, ConfigError
-from nbtoolkit.host import Host, HostKind
-from nbtoolkit.launcher.options import Start
-from nbtoolkit.run.paths import RunPaths, runs_in
-from nbtoolkit.run.resume import lock_run
+from nbtoolkit.sessions.pack import PackResult, pack_for_next_session
+from nbtoolkit.sessions.unpack import find_source
 
 SMALL = {"train.epochs": 2, "train.batch_size": 512, "model.hidden": 16, "tracking.mlflow": False}
 

@@ -14,10 +14,15 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from nbtoolkit.archive.bundle_format import SUFFIX, Bundle
-from nbtoolkit.archive.file_rules import runs_below
-from nbtoolkit.archive.merge import Merger
-from nbtoolkit.archive.pack import (
+from nbtoolkit.config.schema import ConfigLike
+from nbtoolkit.environment.resources import free_space, size_text
+from nbtoolkit.errors import BundleError
+from nbtoolkit.host import Host, detect_host
+from nbtoolkit.run.paths import EVENTS, age_key
+from nbtoolkit.sessions.bundle import SUFFIX, Bundle
+from nbtoolkit.sessions.carried_files import runs_below
+from nbtoolkit.sessions.merge import Merger
+from nbtoolkit.sessions.pack import (
     default_output_of,
     last_change,
     note_bundle,
@@ -26,11 +31,6 @@ from nbtoolkit.archive.pack import (
     runs_text,
     was_seen,
 )
-from nbtoolkit.config.schema import ConfigLike
-from nbtoolkit.environment.resources import free_space, size_text
-from nbtoolkit.errors import BundleError
-from nbtoolkit.host import Host, detect_host
-from nbtoolkit.run.paths import EVENTS, age_key
 from nbtoolkit.text_table import html_table
 
 # Kaggle mounts the output of an earlier session at /kaggle/input/<name>, or deeper:
@@ -93,7 +93,7 @@ def unpack(
 
     The function checks the whole bundle before it writes anything. A run that is newer in the
     output folder, or that is running, stays as it is; a second call changes nothing. No content is
-    loaded or executed. Only run folders are written (see :mod:`nbtoolkit.archive.file_rules`); the
+    loaded or executed. Only run folders are written (see carried_files.py); the
     result lists all other content of the bundle.
 
     Args:

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Literal
 from urllib.request import url2pathname
 
-from nbtoolkit.archive.bundle_format import BLOCK
-from nbtoolkit.archive.file_rules import (
+from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.resume import lock_run
+from nbtoolkit.sessions.bundle import BLOCK
+from nbtoolkit.sessions.carried_files import (
     ARTIFACTS,
     ELSEWHERE,
     LOCK,
@@ -30,8 +32,6 @@ from nbtoolkit.archive.file_rules import (
     run_folder_of,
     runs_below,
 )
-from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.resume import lock_run
 from nbtoolkit.tracking.service import replay_all
 
 _WITH_PATHS = (".json", ".yaml", ".yml")  # of files of no run: those of pipelines hold paths

@@ -16,8 +16,8 @@ import pytest
 from kernels import SECONDS
 
 import nbtoolkit as nb
-from nbtoolkit.archive.bundle_format import FILES, HEADER, MANIFEST, digest
 from nbtoolkit.errors import BundleError
+from nbtoolkit.sessions.bundle import FILES, HEADER, MANIFEST, digest
 
 QUIET = {"tracking.mlflow": False, "runtime.pack": False}
 

@@ -14,7 +14,7 @@ from kaggle_client import pushed
 from programs import write_program
 
 from nbtoolkit.errors import MetadataError, NotebookError, ParameterError
-from nbtoolkit.kaggle.kernel import FILE, GPUS, KernelSettings, check_metadata, write_kernel
+from nbtoolkit.sessions.kernel import FILE, GPUS, KernelSettings, check_metadata, write_kernel
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 
