@@ -204,11 +204,11 @@ def bundle(
     ] = None,
 ) -> None:
     """Write the wheels that nbtoolkit needs on a host without internet."""
-    from nbtoolkit.sessions.wheels import make_bundle
+    from nbtoolkit.sessions.wheels import explain, make_bundle
 
     wheels = make_bundle(host, output, image=image, wheel=wheel, user=user)
-    print(wheels.folder)
-    print(wheels.explain(), file=sys.stderr)
+    print(wheels[0].parent)
+    print(explain(wheels), file=sys.stderr)
 
 
 @command
@@ -245,9 +245,13 @@ def unpack(
     into: Annotated[
         Path | None, typer.Option("--into", help="The output folder; default: runtime.output_dir.")
     ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="Also unpack pickles with code: for your own bundles only."),
+    ] = False,
 ) -> None:
     """Unpack the runs of an earlier session, so that the next launch or sweep resumes them."""
     from nbtoolkit.sessions.unpack import unpack as read_bundle
 
-    unpacked = read_bundle(where, into=into)
+    unpacked = read_bundle(where, into=into, trust=trust)
     print("\n".join([repr(unpacked), *unpacked.notes]))

@@ -1,162 +1,204 @@
-"""Decide which files a bundle may carry, namely those of run folders without code and credentials.
+"""Decide which files go from one session to the next: the only list of what a bundle may hold.
 
-A run folder is
+``pack`` applies it to an output folder. ``unpack`` applies it again to a bundle, whose author is
+unknown. A file is carried if its name has an accepted form, if it belongs to one of the three units
+below, and if a pickle in it holds plain data only (see plain_pickles.py):
 
 - the folder of a launch, a sweep or a cross-validation, with everything below it;
 - the folder of a pipeline, likewise, because its notebooks write to it;
-- an executed notebook with the files beside it that :class:`NotebookFiles` names, and no others;
-- MLflow's database and ``mlartifacts`` beside it.
-
-``pack`` applies these rules to an output folder. ``unpack`` applies them again to the content of a
-bundle, whose author is unknown.
+- an executed notebook with the files of the same name beside it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatch
+from operator import attrgetter
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from nbtoolkit.run.paths import EVENTS
 
-ARTIFACTS, LOCK, MLFLOW = "mlartifacts", "pipeline.lock", "mlflow.db"
+ACCEPTED: Mapping[str, Sequence[str]] = {
+    "records and text": (
+        "*.json",
+        "*.jsonl",
+        "*.yaml",
+        "*.yml",
+        "*.toml",
+        "*.txt",
+        "*.log",
+        "*.md",
+    ),
+    "tables and arrays": ("*.csv", "*.tsv", "*.parquet", "*.feather", "*.npy", "*.npz", "*.gz"),
+    "weights and models": (
+        "*.pt",
+        "*.ckpt",
+        "*.safetensors",
+        "*.onnx",
+        "*.model",
+        "*.ubj",
+        "*.cbm",
+        "*.skops",
+    ),
+    "models of Keras": ("*.keras", "*.h5"),
+    "states of generators": ("rng_state*.pth",),
+    "pickles of plain data": ("*.pkl",),
+    "pages and pictures": (
+        "*.ipynb",
+        "*.html",
+        "*.svg",
+        "*.png",
+        "*.jpg",
+        "*.jpeg",
+        "*.gif",
+        "*.pdf",
+    ),
+    "TensorBoard and W&B": ("*.tfevents.*", "*.wandb"),
+}
+"""What a bundle may hold: patterns of file names. Code is not among them, and neither is what holds
+code by its nature (``*.pth`` in site-packages, ``*.joblib``, databases with triggers)."""
 
-BESIDE = ("-wal", "-shm", "-journal")
-"""Suffixes of the files beside an open SQLite database."""
-
-# Reasons to leave a file out, shown to the user.
-ELSEWHERE = "not in a run folder"
-NOT_REGULAR = "not a regular file"
-UNREADABLE = "cannot be read"
-OCCUPIED = "something else has that name here"
-
-# What a later cell or shell would run: Python imports from the working directory.
-_CODE = (".py", ".pyc", ".so", ".pth", ".sh", ".whl")
-_CREDENTIALS = (
+CREDENTIALS = (
     *("kaggle.json", ".env", ".env.*", "*.env", ".netrc", ".pypirc", ".git-credentials"),
     *("*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_ecdsa*", "id_ed25519*"),
     *("credentials", "credentials.*", "client_secret*.json", "service_account*.json", "secrets.*"),
     # not tokens.txt and tokenizer.json, which belong to models
     *("token", "token.*", "*.token", "*[-_]token", "*[-_]token.*", "stored_tokens"),
 )
+
+# Files and folders that belong to one process or host. MLflow's database has absolute paths in it,
+# and unpack writes the runs to the database there. An exception is pickled with its class; its text
+# is in the events.
+_OF_ONE_SESSION = (
+    *(".*", "*.lock", "stop", "commands", "job.pkl", "error.pkl", "elastic", "*.bundle"),
+    *("mlflow.db", "mlartifacts", "*-wal", "*-shm", "*-journal"),
+)
+
+# Reasons to leave a file out, shown to the user.
+SECRET = "may hold credentials"
+UNKNOWN_KIND = "not a kind of file that a bundle may hold"
+PICKLED_CODE = "a pickle of code or classes: trust=True unpacks it from a bundle of your own"
+ELSEWHERE = "not in a run folder"
+NOT_REGULAR = "not a regular file"
+UNREADABLE = "cannot be read"
+
 _NOTEBOOK_SUFFIXES = (".run.json", ".run.log", ".runs.txt", ".done.json", ".ipynb", ".html")
 _MAX_NAMES = 50  # names listed for one reason
 
 
-def may_hold_credentials(name: str) -> bool:
-    """Whether a file's name suggests that it holds credentials."""
-    return any(fnmatch(name.lower(), pattern) for pattern in _CREDENTIALS)
+@dataclass(frozen=True)
+class Unit:
+    """What is carried as a whole.
+
+    Attributes:
+        kind: what it is.
+        path: its folder; of a notebook, the path without a suffix.
+    """
+
+    kind: Literal["run", "pipeline", "notebook"]
+    path: Path
+
+    def exists(self) -> bool:
+        """Whether there is such a unit at this path."""
+        if self.kind == "notebook":
+            return _is_executed(self.path)
+        return is_run(self.path) if self.kind == "run" else is_pipeline(self.path)
+
+    def may_be_new(self) -> bool:
+        """Whether nothing else has its name."""
+        if self.kind == "notebook":
+            return not any(os.path.lexists(f"{self.path}{end}") for end in _NOTEBOOK_SUFFIXES)
+        return not os.path.lexists(self.path)
 
 
-def refusal(name: str) -> str | None:
-    """The reason why no bundle carries a file, by its path below the output folder, or None."""
-    path = PurePosixPath(name)
-    if may_hold_credentials(path.name):
-        return "may hold credentials"
-    if any(part.startswith(".") for part in path.parts):
-        return "hidden"
-    if path.name.endswith(".lock"):
-        return "a lock"
-    return "code" if path.name.lower().endswith(_CODE) else None
+def of_one_session(name: str) -> bool:
+    """Whether a file or folder is useless in another session, by its name. Nobody lists these."""
+    return any(fnmatch(name, pattern) for pattern in _OF_ONE_SESSION) and not _is_secret(name)
+
+
+def refusal(path: str) -> str | None:
+    """Return why no bundle holds a file, by its path below the output folder; None: it may."""
+    *folders, name = PurePosixPath(path).parts
+    if _is_secret(name):
+        return SECRET
+    accepted = any(fnmatch(name.lower(), form) for forms in ACCEPTED.values() for form in forms)
+    return None if accepted and not any(map(of_one_session, [*folders, name])) else UNKNOWN_KIND
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is a run's. MLflow's copies of a run's files are not."""
+    """Whether a folder is a run's."""
     return os.path.isfile(folder / EVENTS)
 
 
 def is_pipeline(folder: Path) -> bool:
-    """Whether a folder is a pipeline's."""
-    steps = folder / "steps"
-    return os.path.isfile(folder / LOCK) or any(map(_is_executed, steps.glob("[!.]*.run.*")))
+    """Whether a folder is a pipeline's: one of its steps has run."""
+    return any((folder / "steps").glob("[!.]*.run.json"))
 
 
-def runs_below(folder: Path) -> Iterator[str]:
-    """Yield the paths of the uppermost runs below a folder, without those in hidden folders."""
-    for parent, folders, _ in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if is_run(Path(parent)):
-            folders.clear()
-            yield Path(parent).relative_to(folder).as_posix()
+def unit_files(folder: Path, base: Path) -> Iterator[tuple[Path, Unit | None]]:
+    """Yield the files below a folder, each with the unit that it belongs to; None: to none.
 
-
-def run_folder_of(file: Path, base: Path) -> Path | None:
-    """The run folder of a file below an output folder; None: it is in none."""
-    parents = [base / folder for folder in reversed(file.relative_to(base).parents)]
-    if runs := [folder for folder in parents if is_run(folder)]:
-        return runs[0]
-    pipelines = [folder for folder in parents if is_pipeline(folder)]
-    candidates = [folder for folder in pipelines if folder != base]
-    candidates += [folder / ARTIFACTS for folder in parents if _is_artifact(file, folder)]
-    candidates += [file] if file.name == MLFLOW or _is_executed(file) else []
-    return next(iter([*candidates, *pipelines]), None)
-
-
-def may_write(target: Path, run_folder: Path, staged: Path, into: Path) -> bool:
-    """Whether unpacking may write a file: nothing of another kind has its name.
+    It leaves out what is of one session. Links are not followed. What cannot be read is yielded, a
+    folder too.
 
     Args:
-        target: the file, below ``into``.
-        run_folder: its run folder, below ``staged``.
-        staged: the folder with the unpacked files.
-        into: the output folder.
+        folder: the folder, which is a unit itself if it lies below ``base``.
+        base: the output folder, which is none.
     """
-    if target.parent.resolve() != into.resolve() / target.parent.relative_to(into):
-        return False  # through a link
-    existing = into / run_folder.relative_to(staged)
-    if not existing.is_dir():
-        stem = _notebook_stem(existing)
-        names = [f"{stem}{suffix}" for suffix in _NOTEBOOK_SUFFIXES] if stem else [existing]
-        free = not any(map(os.path.lexists, names))
-        return free or existing.name == MLFLOW or _is_executed(existing)
-    if is_run(run_folder):
-        return (existing / EVENTS).is_file()
-    # The lock shows that a pipeline ran here or was unpacked here before: no bundle holds a lock.
-    same_kind = (existing / LOCK).is_file() or existing.name == ARTIFACTS
-    return same_kind or not any(existing.glob("[!.]*"))
+    yield from _walk(folder, None if folder == base else _unit_of_folder(folder, None))
 
 
-def is_database(path: Path) -> bool:
-    """Whether a file is an SQLite database."""
-    if path.suffix != ".db":
-        return False
-    with path.open("rb") as file:
-        return file.read(16) == b"SQLite format 3\0"
+def _walk(folder: Path, unit: Unit | None) -> Iterator[tuple[Path, Unit | None]]:
+    try:
+        with os.scandir(folder) as scanned:
+            entries = sorted(scanned, key=attrgetter("name"))
+    except FileNotFoundError:
+        return
+    except OSError:
+        yield folder, unit
+        return
+    for entry in entries:
+        path = Path(entry.path)
+        if of_one_session(entry.name):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(path, _unit_of_folder(path, unit))
+        else:
+            yield path, unit or _notebook_of(path)
 
 
-def size_of(database: Path) -> int:
-    """Bytes that a copy may have: those of the file and of its write-ahead log."""
-    log = Path(f"{database}-wal")
-    return database.stat().st_size + (log.stat().st_size if log.exists() else 0)
+def _unit_of_folder(folder: Path, above: Unit | None) -> Unit | None:
+    """Return the unit of a folder's files. Trials and folds belong to the run above them."""
+    if (above is None or above.kind == "pipeline") and is_run(folder):
+        return Unit("run", folder)
+    return Unit("pipeline", folder) if above is None and is_pipeline(folder) else above
+
+
+def _notebook_of(file: Path) -> Unit | None:
+    for suffix in _NOTEBOOK_SUFFIXES:
+        if file.name.endswith(suffix):
+            stem = Path(str(file).removesuffix(suffix))
+            return Unit("notebook", stem) if _is_executed(stem) else None
+    return None
+
+
+def _is_executed(stem: Path) -> bool:
+    return os.path.isfile(f"{stem}.run.json") or os.path.isfile(f"{stem}.run.log")
+
+
+def _is_secret(name: str) -> bool:
+    return any(fnmatch(name.lower(), pattern) for pattern in CREDENTIALS)
 
 
 def describe(left_out: Mapping[str, Sequence[str]]) -> list[str]:
-    """A text for each reason, with the names of the files."""
-    return [f"{_listed(names)} ({reason})" for reason, names in left_out.items()]
-
-
-def printable(text: str) -> str:
-    """A path as text that can be printed and sent: names of files may hold any bytes."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    """Return a text for each reason, with the names of the files."""
+    return [f"{_listed(sorted(names))} ({reason})" for reason, names in left_out.items() if names]
 
 
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return printable(", ".join(sorted(names)[:_MAX_NAMES])) + more
-
-
-def _is_artifact(file: Path, folder: Path) -> bool:
-    return file.is_relative_to(folder / ARTIFACTS) and os.path.isfile(folder / MLFLOW)
-
-
-def _is_executed(file: Path) -> bool:
-    """Whether a file is an executed notebook's: its log or its record lies beside it."""
-    stem = _notebook_stem(file)
-    return bool(stem) and any(os.path.isfile(stem + suffix) for suffix in (".run.log", ".run.json"))
-
-
-def _notebook_stem(file: Path) -> str:
-    """The path of an executed notebook's file without its suffix; empty for any other file."""
-    suffix = next((suffix for suffix in _NOTEBOOK_SUFFIXES if file.name.endswith(suffix)), None)
-    return str(file)[: -len(suffix)] if suffix else ""
+    # Names of files may hold any bytes, which can be neither printed nor sent.
+    return ", ".join(names[:_MAX_NAMES]).encode("utf-8", "backslashreplace").decode() + more

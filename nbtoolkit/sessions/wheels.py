@@ -1,7 +1,8 @@
 """Make a folder of wheels from which nbtoolkit installs on a host without internet.
 
-uv finds the requirements that the host lacks: it resolves them into a folder that looks like the
-host's ``site-packages``. uv cannot download wheels, so pip does.
+pip downloads what the host's image lacks or has too old. An empty wheel stands for each package of
+the image, in the image's version and without requirements, and a constraint makes pip take it. So
+torch and CUDA are never downloaded.
 """
 
 from __future__ import annotations
@@ -13,36 +14,27 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from nbtoolkit.environment.installed import install_line
-from nbtoolkit.errors import MissingExtra, WheelsError
+from nbtoolkit.errors import WheelsError, some_names
 from nbtoolkit.run.paths import write_json
-
-if TYPE_CHECKING:
-    from packaging.version import Version
 
 EXTRAS = ("training", "tracking", "search", "notebooks", "panel", "cli", "metric-learning")
 """The extras that the shipped notebooks and the command line need."""
 
-# A host has its own torch, for its GPUs; another one is several GB and may not run there.
-NEVER = ("torch", "torchvision", "torchaudio", "triton")
-
+_HOSTS = "host"  # the local part of the versions of empty wheels
 _METADATA = "dataset-metadata.json"
 _CHECKOUT = Path(__file__).parents[2]
 
-# Ubuntu 22.04, as on Kaggle and Colab, has glibc 2.35. uv takes the newest platform, pip needs
-# each one by name, the newest first.
-_UV_PLATFORM = "x86_64-manylinux_2_35"
-_PIP_PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)]
-_PIP_PLATFORMS += ["manylinux2014_x86_64", "manylinux_2_12_x86_64", "manylinux2010_x86_64"]
-_PIP_PLATFORMS += ["manylinux_2_5_x86_64", "manylinux1_x86_64", "linux_x86_64"]
-
+# Ubuntu 22.04, as on Kaggle and Colab, has glibc 2.35. pip needs each platform by name, the newest
+# first.
+_PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(35, 16, -1)]
+_PLATFORMS += ["manylinux2014_x86_64", "manylinux_2_12_x86_64", "manylinux2010_x86_64"]
+_PLATFORMS += ["manylinux_2_5_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
 _PYTHON = re.compile(r"#\s*python\s+(3\.\d+)", re.IGNORECASE)
 _PACKAGE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:==(\S+)|\s*@.*)?$")
@@ -65,51 +57,6 @@ class Image:
     """Normalised name -> version; empty: installed in an unknown version."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wheel:
-    """A wheel file."""
-
-    path: Path
-    name: str
-    """Normalised."""
-    version: Version
-
-
-@dataclass(frozen=True, kw_only=True)
-class WheelBundle:
-    """A folder of wheels for a host."""
-
-    folder: Path
-    wheels: tuple[Wheel, ...]
-    """The first is nbtoolkit's own."""
-    image: Image
-
-    @property
-    def size(self) -> int:
-        """Bytes of all wheels."""
-        return sum(wheel.path.stat().st_size for wheel in self.wheels)
-
-    @property
-    def replaced(self) -> list[str]:
-        """Packages of the host that are too old and get replaced: ``name old -> new``."""
-        return [
-            f"{wheel.name} {version} -> {wheel.version}"
-            for wheel in self.wheels
-            if (version := self.image.packages.get(wheel.name))
-        ]
-
-    def explain(self) -> str:
-        """Return the contents as text, with the command that uploads the folder."""
-        names = " ".join(f"{wheel.name}-{wheel.version}" for wheel in self.wheels)
-        count = f"{len(self.wheels)} wheels" if len(self.wheels) > 1 else "1 wheel"
-        lines = [f"{count}, {self.size / 2**20:.0f} MiB: {names}"]
-        if self.replaced:
-            lines.append(f"replaces packages of {self.image.name}: {', '.join(self.replaced)}")
-        if (self.folder / _METADATA).exists():
-            lines.append(f"kaggle datasets create -p {self.folder}")
-        return "\n".join(lines)
-
-
 def make_bundle(
     host: str = "kaggle",
     output: str | os.PathLike[str] | None = None,
@@ -117,11 +64,11 @@ def make_bundle(
     image: str | os.PathLike[str] | None = None,
     wheel: str | os.PathLike[str] | None = None,
     user: str | None = None,
-) -> WheelBundle:
+) -> list[Path]:
     """Fill a folder with nbtoolkit's wheel, and wheels of what a host lacks or has too old.
 
     The first cell of each shipped notebook installs from this folder, attached as a data set. The
-    host's torch stays as it is. Needs an internet connection here, uv and pip.
+    host's torch stays as it is. Needs an internet connection here, and pip.
 
     Args:
         host: ``"kaggle"`` or ``"colab"``.
@@ -131,21 +78,26 @@ def make_bundle(
         user: your name on Kaggle: also writes a ``dataset-metadata.json`` for Kaggle's client.
 
     Returns:
-        The folder and its wheels.
+        The wheels in the folder; the first is nbtoolkit's own.
 
     Raises:
         WheelsError: a wheel is not available, the host's torch is too old, or the folder contains
             other files.
-        MissingExtra: uv is not installed.
     """
     host_packages = host_image(host) if image is None else read_image(image)
     folder = Path(output or Path("outputs") / f"{host}-wheels").expanduser().absolute()
     _refuse_other_files(folder)
     with tempfile.TemporaryDirectory(prefix="nbtoolkit-") as temporary:
-        own = own_wheel(Path(temporary)) if wheel is None else read_wheel(Path(wheel).expanduser())
-        pins = missing_requirements(own, EXTRAS, host_packages)
-        wheels = [own, *_download(pins, host_packages.python, Path(temporary) / "wheels")]
-        _fill(folder, wheels)
+        given = None if wheel is None else Path(wheel).expanduser().absolute()
+        built = given or own_wheel(Path(temporary))
+        wheels = [built, *download_lacking(built, host_packages, Path(temporary) / "lacking")]
+        for old in folder.glob("*.whl"):
+            if old not in wheels:
+                old.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in wheels:
+            if path.parent != folder:
+                shutil.copy2(path, folder)
     if user is not None:
         # https://github.com/Kaggle/kaggle-cli/blob/main/docs/datasets_metadata.md
         metadata = {
@@ -154,30 +106,20 @@ def make_bundle(
             "licenses": [{"name": "other"}],
         }
         write_json(folder / _METADATA, metadata)
-    bundled = tuple(read_wheel(folder / wheel.path.name) for wheel in wheels)
-    return WheelBundle(folder=folder, wheels=bundled, image=host_packages)
+    return [folder / path.name for path in wheels]
 
 
-def read_wheel(path: Path) -> Wheel:
-    """Read a wheel's name and version.
-
-    Raises:
-        WheelsError: the file is missing, or is not a wheel.
-    """
-    from packaging.utils import InvalidWheelFilename, parse_wheel_filename
-
-    try:
-        name, version, _, _ = parse_wheel_filename(path.name)
-        zipfile.ZipFile(path).close()
-    except (OSError, InvalidWheelFilename, zipfile.BadZipFile) as error:
-        raise WheelsError(
-            f"{path} is no wheel: {error}",
-            allowed="a file such as nbtoolkit_torch-0.2.0-py3-none-any.whl",
-        ) from error
-    return Wheel(path=path, name=name, version=version)
+def explain(wheels: Sequence[Path]) -> str:
+    """Return the contents of a folder of wheels as text, with the command that uploads it."""
+    folder = wheels[0].parent
+    names = " ".join("-".join(path.name.split("-")[:2]) for path in wheels)
+    size = sum(path.stat().st_size for path in wheels)
+    upload = f"\nkaggle datasets create -p {folder}" if (folder / _METADATA).exists() else ""
+    count = f"{len(wheels)} wheel{'s' if len(wheels) > 1 else ''}"
+    return f"{count}, {size / 2**20:.0f} MiB: {names}{upload}"
 
 
-def own_wheel(folder: Path) -> Wheel:
+def own_wheel(folder: Path) -> Path:
     """Make a wheel of the checkout that this package runs from.
 
     Args:
@@ -194,127 +136,130 @@ def own_wheel(folder: Path) -> Wheel:
         )
     isolation = ["--no-build-isolation"] if find_spec("hatchling") else []
     _pip("wheel", "--no-deps", *isolation, "--wheel-dir", str(folder), str(_CHECKOUT))
-    return read_wheel(next(folder.glob("nbtoolkit_torch-*.whl")))
+    return next(folder.glob("nbtoolkit_torch-*.whl"))
 
 
-def missing_requirements(own: Wheel, extras: Iterable[str], image: Image) -> list[str]:
-    """Return the requirements of a wheel that a host lacks or has too old: ``name==version``.
+def download_lacking(
+    built: Path, image: Image, folder: Path, extras: Sequence[str] = EXTRAS
+) -> list[Path]:
+    """Download the wheels that a host lacks or has too old.
 
     Args:
-        own: the wheel to be installed.
-        extras: its extras to be installed.
+        built: nbtoolkit's wheel.
         image: the host's packages.
+        folder: a new folder, for the wheels.
+        extras: extras of nbtoolkit that the host is to have.
 
     Raises:
-        WheelsError: a requirement cannot be met, or the host's torch is missing or too old.
-        MissingExtra: uv is not installed.
+        WheelsError: there is no such wheel, no connection, or the host's torch is missing or
+            too old.
     """
-    with tempfile.TemporaryDirectory(prefix="nbtoolkit-") as temporary:
-        site, overrides = Path(temporary) / "site", Path(temporary) / "overrides.txt"
-        # uv takes these stubs for the host's installed packages. They have no requirements.
-        for name, version in image.packages.items():
-            info = site / f"{name.replace('-', '_')}-{version or '0'}.dist-info"
-            info.mkdir(parents=True)
-            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version or '0'}\n"
-            (info / "METADATA").write_text(metadata)
-        # Any version requirement on a package of unknown version counts as met.
-        unknown = [name for name, version in image.packages.items() if not version]
-        overrides.write_text("\n".join(unknown))
-        requirement = f"{own.name}[{','.join(extras)}] @ {own.path.absolute().as_uri()}"
-        target = ["--target", str(site), "--python-version", image.python]
-        target += ["--python-platform", _UV_PLATFORM, "--only-binary", ":all:"]
-        printed = _uv_dry_run(*target, "--overrides", str(overrides), requirement)
-    pins = re.findall(r"^ \+ (\S+==\S+)$", printed, re.MULTILINE)
-    for pin in pins:
-        name = pin.partition("==")[0]
-        if name in NEVER:
-            installed = image.packages.get(name)
-            raise WheelsError(
-                f"{image.name} has {f'{name} {installed}' if installed else f'no {name}'}, "
-                f"which does not meet the requirements of nbtoolkit: uv would install {pin}",
-                allowed="an image whose torch meets them: a bundle never contains torch",
-            )
-    return pins
+    if "torch" not in image.packages:
+        raise WheelsError(
+            f"{image.name} has no torch",
+            allowed="an image with torch, for its own GPUs: a bundle never contains torch",
+        )
+    # A package of an unknown version has no empty wheel: pip downloads it, and it is left out.
+    present = {name: version for name, version in image.packages.items() if version}
+    while True:
+        try:
+            wheels = _download(built, image.python, present, folder, extras)
+            break
+        except WheelsError as error:
+            # Too old for what nbtoolkit needs: it is brought along, and replaces the host's.
+            named = re.findall(r"\(constraint\) ([\w.-]+?)[<>=!~]", error.what)
+            too_old = present.keys() & set(named)
+            if not too_old or "torch" in too_old:
+                raise
+            present = {name: version for name, version in present.items() if name not in too_old}
+    replaced = {name for name, version in image.packages.items() if version} - present.keys()
+    kept = image.packages.keys() - replaced
+    return [wheel for wheel in wheels if _name_of(wheel) not in {_name_of(built), *kept}]
 
 
-def _uv_dry_run(*words: str) -> str:
-    """Return what ``uv pip install --dry-run`` prints, with pip's settings for the index."""
-    try:
-        from uv import find_uv_bin
-    except ImportError as error:
-        raise MissingExtra("making a bundle needs uv", do=install_line("bundle")) from error
-    environ = dict(os.environ)
-    # pip separates several values with spaces, uv with these.
-    for name, separator in {"INDEX_URL": " ", "EXTRA_INDEX_URL": " ", "FIND_LINKS": ","}.items():
-        if value := environ.get(f"PIP_{name}"):
-            environ.setdefault(f"UV_{name}", separator.join(value.split()))
-    program = [find_uv_bin(), "pip", "install", "--dry-run", "--python", sys.executable, *words]
-    if environ.get("PIP_NO_INDEX", "0").lower() not in ("0", "false"):
-        program.append("--no-index")
-    return _run("uv pip install", program, environ)
+def _download(
+    built: Path, python: str, present: Mapping[str, str], folder: Path, extras: Sequence[str]
+) -> list[Path]:
+    """Download what nbtoolkit requires; for what is present take empty wheels.
+
+    Raises:
+        WheelsError: with what pip printed.
+    """
+    empty = folder.with_name("present")
+    shutil.rmtree(empty, ignore_errors=True)
+    empty.mkdir()
+    for name, version in present.items():
+        _write_empty_wheel(empty, name, _as_local(version))
+    constraints = empty / "constraints.txt"
+    constraints.write_text("\n".join(f"{name}=={_as_local(present[name])}" for name in present))
+    target = ["--python-version", python, "--implementation", "cp", "--only-binary=:all:"]
+    target += [word for name in _PLATFORMS for word in ("--platform", name)]
+    source = ["--find-links", str(empty), "--constraint", str(constraints)]
+    requirement = f"{_name_of(built)}[{','.join(extras)}] @ {built.as_uri()}"
+    _pip("download", *target, *source, "--dest", str(folder), requirement)
+    return sorted(folder.glob("*.whl"))
+
+
+def _as_local(version: str) -> str:
+    """Mark a version, so that pip does not take the same one from an index."""
+    return f"{version}.{_HOSTS}" if "+" in version else f"{version}+{_HOSTS}"
+
+
+def _write_empty_wheel(folder: Path, name: str, version: str) -> None:
+    """Write a wheel without requirements: of torch, those would be gigabytes of CUDA."""
+    module = name.replace("-", "_")
+    info = f"{module}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as wheel:
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        wheel.writestr(f"{info}/METADATA", metadata)
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
 
 
 def _pip(command: str, *words: str) -> None:
-    program = [sys.executable, "-m", "pip", command, *words]
-    _run(f"pip {command}", [*program, "--quiet", "--disable-pip-version-check"], os.environ)
-
-
-def _run(name: str, program: Sequence[str], environ: Mapping[str, str]) -> str:
-    done = subprocess.run(program, env=environ, capture_output=True, text=True)
+    program = [sys.executable, "-m", "pip", command, *words, "--disable-pip-version-check"]
+    done = subprocess.run(program, capture_output=True, text=True)
     if done.returncode:
-        noise = re.compile(r"$|WARNING|warning|Using CPython")
-        lines = [line for line in done.stderr.splitlines() if not noise.match(line)]
+        # pip prints what a conflict is caused by as output, not as an error.
+        _, marker, causes = done.stdout.partition("The conflict is caused by:")
+        printed = f"{marker}{causes}\n{done.stderr}".splitlines()
+        lines = [line for line in printed if line and "WARNING" not in line]
         raise WheelsError(
-            f"{name} failed:\n" + "\n".join(f"    {line}" for line in lines[-20:]),
+            f"pip {command} failed:\n" + "\n".join(f"    {line}" for line in lines[-20:]),
+            allowed="a host whose packages meet nbtoolkit's requirements, torch among them",
             do="check the connection (or PIP_INDEX_URL, PIP_FIND_LINKS), and run this again; "
             "without pip: python -m ensurepip",
         )
-    return done.stderr
 
 
-def _download(pins: Sequence[str], python: str, folder: Path) -> list[Wheel]:
-    """Download wheels with pip.
+def _name_of(wheel: Path) -> str:
+    """Return the normalised name of a wheel's package.
 
     Raises:
-        WheelsError: there is no such wheel, or no connection.
+        WheelsError: the file is missing, or is not a wheel.
     """
-    if not pins:
-        return []
-    platforms = [word for name in _PIP_PLATFORMS for word in ("--platform", name)]
-    target = ["--python-version", python, "--implementation", "cp", *platforms]
-    _pip("download", "--no-deps", "--only-binary=:all:", *target, "--dest", str(folder), *pins)
-    return [read_wheel(path) for path in sorted(folder.glob("*.whl"))]
+    from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+    try:
+        zipfile.ZipFile(wheel).close()
+        return parse_wheel_filename(wheel.name)[0]
+    except (OSError, InvalidWheelFilename, zipfile.BadZipFile) as error:
+        raise WheelsError(
+            f"{wheel} is no wheel: {error}",
+            allowed="a file such as nbtoolkit_torch-0.2.0-py3-none-any.whl",
+        ) from error
 
 
 def _refuse_other_files(folder: Path) -> None:
-    others = [
-        entry.name
-        for entry in (folder.iterdir() if folder.is_dir() else ())
-        if entry.suffix != ".whl" and entry.name != _METADATA
-    ]
-    if others:
+    """Refuse a folder whose files would be uploaded together with the wheels."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    names = sorted(entry.name for entry in entries if entry.suffix != ".whl")
+    if others := [name for name in names if name != _METADATA]:
         raise WheelsError(
-            f"{folder} contains other files than wheels: {', '.join(sorted(others)[:5])}",
+            f"{folder} contains other files than wheels: {some_names(others)}",
             allowed="a new folder, or that of an earlier bundle",
             do="choose another output",
         )
-
-
-def _fill(folder: Path, wheels: Sequence[Wheel]) -> None:
-    """Copy the wheels into the folder, and remove others."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("*.whl"):
-            if old not in [wheel.path for wheel in wheels]:
-                old.unlink()
-        for wheel in wheels:
-            if wheel.path.parent != folder:
-                shutil.copy2(wheel.path, folder)
-    except OSError as error:
-        raise WheelsError(
-            f"{folder} cannot be written: {error.strerror or error}",
-            allowed="a folder on a disk with free space that you may write to",
-        ) from error
 
 
 # --- the hosts' packages ---

@@ -58,7 +58,7 @@ def image(host: str) -> Path:
 @pytest.fixture(scope="session")
 def wheels(host: str, image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(host) / "wheels"
-    return make_bundle(host, folder, image=image / "freeze.txt").folder
+    return make_bundle(host, folder, image=image / "freeze.txt")[0].parent
 
 
 @pytest.fixture

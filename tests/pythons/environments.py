@@ -20,7 +20,7 @@ from nbtoolkit.sessions.wheels import host_image
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build/pythons"
 
-EXTRAS = "tracking,tensorboard,training,search,notebooks,panel,dashboard,cli,bundle,metric-learning"
+EXTRAS = "tracking,tensorboard,training,search,notebooks,panel,dashboard,cli,metric-learning"
 
 # Of the tests, not of what users have.
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "nbval", "psutil", "hatchling", "kaggle")
