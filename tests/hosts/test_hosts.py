@@ -16,8 +16,8 @@ from names import WORKING
 from notebook_sizes import NOTEBOOKS, QUICK
 from room import Room
 
-from nbtoolkit.kaggle.bundle import make_bundle
 from nbtoolkit.notebooks.document import read_as_saved, with_parameters
+from nbtoolkit.sessions.wheels import make_bundle
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(1800)]
 
@@ -58,7 +58,7 @@ def image(host: str) -> Path:
 @pytest.fixture(scope="session")
 def wheels(host: str, image: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(host) / "wheels"
-    return make_bundle(host, folder, image=image / "freeze.txt").folder
+    return make_bundle(host, folder, image=image / "freeze.txt")[0].parent
 
 
 @pytest.fixture

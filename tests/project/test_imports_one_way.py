@@ -29,7 +29,6 @@ LAYERS = (
     "environment",
     "run",
     "tracking",
-    "archive",
     "worker",
     "launcher",
     "training",
@@ -42,7 +41,7 @@ LAYERS = (
     "crossval",
     "attach",
     "notebooks",
-    "kaggle",
+    "sessions",
     "views",
     # It measures by launches and draws what it measured.
     "tuning",

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-from nbtoolkit.kaggle.bundle import host_image
+from nbtoolkit.sessions.wheels import host_image
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build/pythons"
 
-EXTRAS = "tracking,tensorboard,training,search,notebooks,panel,cli,bundle,metric-learning"
+EXTRAS = "tracking,tensorboard,training,search,notebooks,panel,cli,metric-learning"
 
 # Of the tests, not of what users have.
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "nbval", "psutil", "hatchling", "kaggle")

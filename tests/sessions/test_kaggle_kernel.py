@@ -14,7 +14,7 @@ from kaggle_client import pushed
 from programs import write_program
 
 from nbtoolkit.errors import MetadataError, NotebookError, ParameterError
-from nbtoolkit.kaggle.kernel import FILE, GPUS, KernelSettings, check_metadata, write_kernel
+from nbtoolkit.sessions.kernel import FILE, GPUS, KernelSettings, write_kernel
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 
@@ -71,32 +71,23 @@ def test_what_stands_there_already_stays(tmp_path: Path) -> None:
     assert pushed(folder)[0].is_private is False
 
 
-def test_a_slip_in_the_file_is_told_with_its_line_and_the_nearest_key(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "[]", '{"id": 1'])
+def test_a_damaged_file_is_refused_and_kept(tmp_path: Path, text: str) -> None:
     folder = kernel(tmp_path)
-    text = json.dumps(metadata(folder) | {"enable_gpus": True, "language": "julia"}, indent=1)
     (folder / FILE).write_text(text)
-    line = text[: text.index("enable_gpus")].count("\n") + 1
-    with pytest.raises(MetadataError) as caught:
+    with pytest.raises(MetadataError, match=rf"{FILE} is not (JSON: |a JSON object)"):
         write_kernel(tmp_path / "some_work.ipynb", folder)
-    assert f"{FILE}:{line}: unknown key 'enable_gpus'" in str(caught.value)
-    assert "did you mean 'enable_gpu'?" in str(caught.value)
-    assert "'language' is 'julia' (allowed: python, r, rmarkdown)" in str(caught.value)
+    assert (folder / FILE).read_text() == text
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"user": None}, r"the notebook has no owner(?s:.*)--user NAME"),
-        ({"user": "me/you"}, "'id' is 'me/you/some-work'"),
-        ({"title": "abc"}, r"'title' is 'abc'\n.*five characters or more"),
-        ({"title": "?????"}, "'id' is 'me/'"),
         ({"gpu": "t5"}, r"Kaggle has no GPU 't5'\n.*t4, p100"),
-        ({"datasets": ["wheels"]}, r"'dataset_sources' is \['wheels'\]\n.*user/dataset"),
-        ({"competitions": ["a/b"]}, "'competition_sources' is"),
-        ({"kernels": ["mine"]}, "'kernel_sources' is"),
     ],
 )
-def test_a_wrong_wish_is_refused_and_nothing_written(
+def test_what_the_client_would_not_notice_is_refused_and_nothing_written(
     wrong: dict[str, Any],
     message: str,
     tmp_path: Path,
@@ -108,23 +99,20 @@ def test_a_wrong_wish_is_refused_and_nothing_written(
     assert not (tmp_path / "kernel").exists()
 
 
-def test_title_and_id_must_belong_together() -> None:
-    values = {"code_file": "a.ipynb", "language": "python", "kernel_type": "notebook"}
-    with pytest.raises(MetadataError, match="title 'One thing' does not belong to the id 'me/two'"):
-        check_metadata({**values, "id": "me/two", "title": "One thing"})
-    with pytest.raises(MetadataError, match="'title' is missing"):
-        check_metadata({**values, "id": "me/two"})
-
-
-def test_the_client_checks_what_we_think_it_checks(tmp_path: Path) -> None:
-    folder = kernel(tmp_path)
-    good = metadata(folder)
-    for key, value in {"title": "abc", "language": "julia", "dataset_sources": ["wheels"]}.items():
-        (folder / FILE).write_text(json.dumps({**good, key: value}))
-        with pytest.raises(ValueError, match=r"characters|language|Dataset"):
-            pushed(folder)
-    (folder / FILE).write_text(json.dumps({**good, "id": "some-work", "enable_gpus": True}))
-    assert pushed(folder)[0].slug == "some-work"  # neither of the two is reported
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"title": "abc"}, "at least five characters"),
+        ({"user": "me/you"}, "five characters"),
+        ({"title": "?????"}, "Kernel must be specified in the form"),
+        ({"datasets": ["wheels"]}, "Dataset must be specified in the form"),
+        ({"kernels": ["mine"]}, "Kernel must be specified in the form"),
+    ],
+)
+def test_the_client_refuses_the_rest(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = kernel(tmp_path, **wrong)
+    with pytest.raises(ValueError, match=message):
+        pushed(folder)
 
 
 def test_a_notebook_that_is_not_python_is_not_sent(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from host_sessions import FIT, FOLDS, PIPELINE, SWEEP, Session, write_steps
 
 import nbtoolkit as nb
-from nbtoolkit.archive.bundle_format import DEFAULT_NAME
 from nbtoolkit.run.events import EventReader
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.sessions.bundle import DEFAULT_NAME
 
 pytestmark = pytest.mark.timeout(900)  # three sessions
 

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import socket
-import sqlite3
 import subprocess
 import sys
 import tarfile
@@ -77,7 +76,6 @@ def test_what_is_no_plain_file_is_left_out_and_named(outputs: Path, tmp_path: Pa
     for place in (run, run / "plots", outputs):
         place.mkdir(exist_ok=True)
         os.mkfifo(place / "pipe")
-        os.mkfifo(place / "pipe.db")
         os.mkfifo(place / "pipe.json")
         with closing(socket.socket(socket.AF_UNIX)) as one:
             before = os.getcwd()
@@ -91,7 +89,7 @@ def test_what_is_no_plain_file_is_left_out_and_named(outputs: Path, tmp_path: Pa
         (place / "broken").symlink_to(tmp_path / "nowhere")
     left_out, members = packed(outputs)
     for place in (f"{run.name}/", f"{run.name}/plots/", ""):
-        for name in ("pipe", "pipe.db", "pipe.json", "talk.sock", "link.txt", "folder", "broken"):
+        for name in ("pipe", "pipe.json", "talk.sock", "link.txt", "folder", "broken"):
             assert f"{place}{name}" in left_out
     assert not any(name.endswith(("pipe", ".sock", "link.txt", "key.txt")) for name in members)
 
@@ -113,7 +111,7 @@ def test_what_cannot_be_read_is_left_out_and_named(outputs: Path) -> None:
     run = folder_of(outputs, "one")
     (run / "closed").mkdir()
     (run / "closed/inside.txt").write_text("x")
-    for name in ("config.yaml", "large.bin", "study.jsonl", "error.pkl"):
+    for name in ("config.yaml", "large.npy", "study.jsonl", "values.pkl"):
         (run / name).write_bytes(DAMAGED)
         (run / name).chmod(0)
     (run / "closed").chmod(0)
@@ -121,30 +119,23 @@ def test_what_cannot_be_read_is_left_out_and_named(outputs: Path) -> None:
         left_out, members = packed(outputs, *without)
     finally:
         (run / "closed").chmod(0o700)
-    for name in ("config.yaml", "large.bin", "study.jsonl", "error.pkl", "closed"):
+    for name in ("config.yaml", "large.npy", "study.jsonl", "values.pkl", "closed"):
         assert f"{run.name}/{name}" in left_out
     assert "cannot be read" in left_out
-    assert f"files/{run.name}/events.jsonl" in members
+    assert f"{run.name}/events.jsonl" in members
 
 
-def test_a_damaged_database_is_left_out_and_named(outputs: Path) -> None:
+def test_databases_are_left_out_and_that_of_mlflow_without_a_word(outputs: Path) -> None:
     run = folder_of(outputs, "one")
-    for place in (run / "study.db", outputs / "mlflow.db"):
+    for place in (run / "study.db", outputs / "mlflow.db", outputs / "mlflow.db-wal"):
         place.write_bytes(DAMAGED)
+    (outputs / "mlartifacts/1").mkdir(parents=True)
+    (outputs / "mlartifacts/1/config.yaml").write_text("{}")
     left_out, members = packed(outputs)
     assert f"{run.name}/study.db" in left_out
-    assert "mlflow.db" in left_out
-    assert not any(name.endswith(".db") for name in members)
-
-
-@pytest.mark.long
-def test_a_database_that_stays_locked_is_left_out_and_named(outputs: Path) -> None:
-    study = folder_of(outputs, "one") / "study.db"
-    with closing(sqlite3.connect(study, isolation_level=None)) as held:
-        held.execute("create table told (value)")
-        held.execute("begin exclusive")
-        left_out, _ = packed(outputs)
-    assert "study.db (cannot be read)" in left_out
+    assert "not a kind of file that a bundle may hold" in left_out
+    assert "mlflow" not in left_out
+    assert not any(".db" in name or "mlartifacts" in name for name in members)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +157,26 @@ def test_damaged_records_of_another_run_do_not_stop_a_pack(outputs: Path, end: s
     step.mkdir(parents=True)
     (step / "manifest.json").write_text('{"format": "nbtoolkit checkpoint 1", "files": [1]}')
     _, members = packed(outputs)
-    assert f"files/{run.name}/events.jsonl" in members
+    assert f"{run.name}/events.jsonl" in members
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model-000000003.weights.h5",
+        "estimator.skops",
+        "last.json",
+        "checkpoint-5/model.safetensors",
+        "checkpoint-5/rng_state.pth",
+    ],
+)
+def test_checkpoints_of_integrations_are_carried(outputs: Path, name: str) -> None:
+    run = folder_of(outputs, "one")
+    file = run / "checkpoints" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("x")
+    _, members = packed(outputs)
+    assert f"{run.name}/checkpoints/{name}" in members
 
 
 CREDENTIALS = (
@@ -187,9 +197,9 @@ def test_credentials_are_left_out_and_named(outputs: Path) -> None:
     for place in (f"{run.name}/", f"{run.name}/export/", ""):
         for name in CREDENTIALS:
             assert f"{place}{name}" in left_out
-            assert f"files/{place}{name}" not in members
+            assert f"{place}{name}" not in members
     for name in ("tokenizer.json", "tokens.txt", "monkey.json", "keys.npy"):
-        assert f"files/{run.name}/export/{name}" in members
+        assert f"{run.name}/export/{name}" in members
 
 
 def test_wheels_and_files_of_no_run_stay_out(outputs: Path) -> None:
@@ -202,7 +212,7 @@ def test_wheels_and_files_of_no_run_stay_out(outputs: Path) -> None:
     left_out, members = packed(outputs)
     for name in ("kaggle-wheels/nbtoolkit-0.2-py3-none-any.whl", "train.py", "notes.txt"):
         assert name in left_out
-        assert f"files/{name}" not in members
+        assert f"{name}" not in members
 
 
 @pytest.mark.parametrize("many", [60])

@@ -1,1 +1,0 @@
-"""Prepare notebooks and wheels for Kaggle and Colab."""

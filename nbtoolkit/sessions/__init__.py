@@ -1,0 +1,1 @@
+"""Take runs, notebooks and the package itself from one session or host to the next."""
