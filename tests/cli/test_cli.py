@@ -159,7 +159,7 @@ def test_sweep_writes_the_best_configuration_and_train_takes_it(folder: Path, ca
     assert done.returncode == 0, done.stderr
     [best] = (folder / "outputs").glob("*/best.yaml")
     assert f"best configuration: {best}" in done.stdout
-    assert "3 of 3 trials; 3 complete" in done.stdout
+    assert "3/3 trials, 3 complete" in done.stdout
     trained = call("train", str(best))
     assert trained.returncode == 0, trained.stderr
     summary = last_of(best.parent).summary

@@ -62,7 +62,7 @@ def test_under_nbval_nobody_looks(tmp_path: Path) -> None:
     code = "from nbtoolkit.run.output import choose_screen, find_display\n"
     cell = nbformat.v4.new_code_cell(code + "print(choose_screen('auto', find_display()).shape)")
     cell.execution_count = 1
-    cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="minutes\n")]
+    cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="lines\n")]
     notebook = nbformat.v4.new_notebook(cells=[cell])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
     nbformat.write(notebook, tmp_path / "shape.ipynb")

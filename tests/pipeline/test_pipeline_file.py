@@ -84,7 +84,7 @@ def mistakes(folder: Path, text: str, **options: object) -> str:
         ),
         (
             "steps:\n  use:\n    notebook: use.ipynb\n    timeout: soon",
-            "wrong.yaml:4: steps.use.timeout: Value error, 'soon' is not a duration",
+            "wrong.yaml:4: steps.use.timeout: Value error, not a duration",
         ),
         (
             "steps:\n  use:\n    notebook: use.ipynb\n    parameters:\n      settngs: {}",

@@ -20,6 +20,7 @@ from nbtoolkit.run.events import (
     RunStarted,
     TrialChanged,
 )
+from nbtoolkit.run.output import Screen
 from nbtoolkit.search.sweep_result import TableLines
 from nbtoolkit.study.table import SweepTable
 
@@ -173,12 +174,12 @@ def test_a_trial_with_folds_says_how_many_are_done() -> None:
     assert "2 folds" in table.text()
 
 
-def test_in_a_script_each_trial_that_ends_is_a_line_and_the_end_a_summary(
+def test_in_a_script_each_trial_that_ends_is_a_line(
     diary: EventLog, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     some_trials(diary)
     diary.write(NoteAdded(level="warning", text="no winner yet"))
-    live = TableLines(SweepTable(metrics=["val_accuracy"]), "lines")
+    live = TableLines(SweepTable(metrics=["val_accuracy"]), Screen("lines", ""))
     for event in EventReader(tmp_path / "events.jsonl").read():
         live.event(event)
         live.pump()
@@ -188,12 +189,11 @@ def test_in_a_script_each_trial_that_ends_is_a_line_and_the_end_a_summary(
         "trial 1  complete  val_accuracy 0.95  (best)  optim.lr=0.05  model.hidden=32  10 s",
         "trial 2  pruned  optim.lr=0.03333  model.hidden=64  10 s  below the median at step 3",
         "warning: no winner yet",
-        "sweep: 3 trials; 2 complete, 1 pruned, 1 running; best val_accuracy 0.95 (trial 1)",
     ]
 
 
 def test_display_off_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    live = TableLines(SweepTable(), "off")
+    live = TableLines(SweepTable(), Screen("off", ""))
     live.event(NoteAdded(level="warning", text="psst"))
     live.pump()
     live.close()

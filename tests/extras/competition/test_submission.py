@@ -66,7 +66,7 @@ def test_whole_numbers_stand_for_fractions_and_nullable_types_for_numpys() -> No
         (right().assign(target=list("abcd")), r"'target' has texts .*; the sample has fractions"),
         (
             right().assign(target=[0.1, 1.5, -0.2, 0]),
-            r"outside in 2 row\(s\) \(-0.2 to 1.5\)",
+            r"outside 0 to 1 in 2 row\(s\) \(-0.2 to 1.5\)",
         ),
     ],
 )
