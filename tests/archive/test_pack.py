@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 import tarfile
@@ -24,6 +25,7 @@ from kernels import SECONDS
 
 import nbtoolkit as nb
 from nbtoolkit.archive.bundle_format import (
+    BLOCK,
     DEFAULT_NAME,
     FILES,
     FORMAT,
@@ -521,6 +523,20 @@ def test_unpacking_twice_changes_nothing(bundle: Path, tmp_path: Path) -> None:
     assert {path: time for path, time in after.items() if path not in locks} == before
 
 
+def test_an_equal_run_gets_the_files_that_it_lacks_and_keeps_its_own(
+    bundle: Path, tmp_path: Path
+) -> None:
+    nb.unpack(bundle, into=tmp_path / "second")
+    run = folder_of(tmp_path / "second", "finished")
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700
+    (lost,) = run.glob("checkpoints/best-*/model.pt")
+    lost.unlink()
+    (run / "config.yaml").write_text("mine")
+    assert run.name in nb.unpack(bundle, into=tmp_path / "second").unchanged
+    assert lost.exists()
+    assert (run / "config.yaml").read_text() == "mine"
+
+
 def append(folder: Path, text: str) -> None:
     with RunPaths(folder).events.open("a") as diary:
         diary.write(json.dumps({"t": 1, "type": "note", "level": "info", "text": text}) + "\n")
@@ -546,11 +562,11 @@ def test_what_is_further_here_stays_and_what_is_further_there_is_taken(
 def test_a_run_that_went_on_in_both_places_stays_as_it_is_here(
     bundle: Path, outputs: Path, tmp_path: Path
 ) -> None:
-    ours = folder_of(outputs, "unfinished")
-    append(ours, "there")
+    ours, long = folder_of(outputs, "unfinished"), "x" * BLOCK  # is compared block by block
+    append(ours, f"{long} there")
     elsewhere = nb.pack(tmp_path / "elsewhere.bundle", source=outputs)
     nb.unpack(bundle, into=tmp_path / "here")
-    append(folder_of(tmp_path / "here", "unfinished"), "here")
+    append(folder_of(tmp_path / "here", "unfinished"), f"{long} here")
     (folder_of(tmp_path / "here", "unfinished") / "owner.lock").touch()
     before = tree(folder_of(tmp_path / "here", "unfinished"))
     done = nb.unpack(elsewhere.path, into=tmp_path / "here")
@@ -578,10 +594,14 @@ def test_a_newer_file_here_stays(bundle: Path, outputs: Path) -> None:
 
 def test_paths_in_files_of_no_run_follow_the_folder(outputs: Path, tmp_path: Path) -> None:
     about = {"folder": f"{outputs}/plots", "x": "/other"}
-    (outputs / "pipeline/steps.json").write_text(json.dumps(about))
+    file = outputs / "pipeline/steps.json"
+    file.write_text(json.dumps(about))
+    os.utime(file, ns=(10**18, 10**18))
     nb.unpack(nb.pack(tmp_path, source=outputs).path, into=tmp_path / "second")
     moved = json.loads((tmp_path / "second/pipeline/steps.json").read_text())
     assert moved == {"folder": f"{tmp_path}/second/plots", "x": "/other"}
+    assert (tmp_path / "second/pipeline/steps.json").stat().st_mtime_ns == 10**18
+    assert (tmp_path / "second/pipeline/pipeline.lock").exists()  # the mark of a pipeline here
 
 
 MLFLOW = """
@@ -603,8 +623,10 @@ def write_mlflow(folder: Path, *runs: str) -> Path:
             database.execute("insert into tags values ('nbtoolkit.run_id', ?, ?)", (run, run))
             folder_tag = ("nbtoolkit.folder", f"{folder}/{run}", run)
             database.execute("insert into tags values (?, ?, ?)", folder_tag)
-        text = ("nbtoolkit.note", f"not a path: {folder}/x", "1")
-        database.execute("insert into tags values (?, ?, ?)", text)
+        others = {"note": f"not a path: {folder}/x", "beside": f"{folder}-old/x"}
+        for name, value in others.items():
+            tag = (f"nbtoolkit.{name}", value, "1")
+            database.execute("insert into tags values (?, ?, ?)", tag)
     return file
 
 
@@ -618,6 +640,23 @@ def test_mlflows_paths_follow_its_database(outputs: Path, tmp_path: Path) -> Non
     assert uri == f"{second.as_uri()}/mlartifacts/a/artifacts"
     assert tags["nbtoolkit.folder"] == f"{second}/a"
     assert tags["nbtoolkit.note"] == f"not a path: {outputs}/x"
+    assert tags["nbtoolkit.beside"] == f"{outputs}-old/x"
+
+
+@pytest.mark.parametrize("place", ["/victim", "file:///victim", "{folder}/mlartifacts/../../x"])
+def test_a_database_that_names_other_places_is_left_out_with_its_files(
+    outputs: Path, tmp_path: Path, place: str
+) -> None:
+    with closing(sqlite3.connect(write_mlflow(outputs, "a"))) as database, database:
+        database.execute(
+            "update runs set artifact_uri = ?", (place.format(folder=outputs.as_uri()),)
+        )
+    (outputs / "mlartifacts").mkdir()
+    (outputs / "mlartifacts/plot.txt").touch()
+    done = nb.unpack(nb.pack(tmp_path, source=outputs).path, into=tmp_path / "second")
+    assert not (tmp_path / "second/mlflow.db").exists()
+    assert not (tmp_path / "second/mlartifacts").exists()
+    assert any("mlflow.db (damaged, or with paths" in note for note in done.notes)
 
 
 # --- where it is found ----------------------------------------------------------------------------
