@@ -172,6 +172,17 @@ def test_a_hopeless_trial_is_pruned_at_a_report(tmp_path: Path) -> None:
     made.close("completed")
 
 
+def test_steps_count_from_0_for_the_pruner_and_as_the_job_says_for_people(tmp_path: Path) -> None:
+    made, diary = algorithm(tmp_path, sweep(1))
+    job = made.next(None)
+    assert job is not None
+    made.on_announcement(job, ["val_loss"], [], 1)  # as nb.fit, whose epochs count from 1
+    for epoch in (1, 2):
+        made.on_report(job, {"val_loss": 0.5}, epoch)
+    assert [event.step for event in diary.of("intermediate")] == [1, 2]
+    assert [*stored(tmp_path)[0].intermediate_values] == [0, 1]
+
+
 def test_a_pruned_trial_that_was_through_counts(tmp_path: Path) -> None:
     study = {"pruner": "median", "pruner_options": {"n_startup_trials": 1}}
     firsts = [{"optim.lr": 0.01}, {"optim.lr": 1.0}]
@@ -299,6 +310,16 @@ def test_a_fault_that_may_not_come_again_is_tried_again(
     made.close("completed")
 
 
+def test_a_trial_is_not_tried_more_often_than_is_allowed(tmp_path: Path) -> None:
+    made, diary = algorithm(tmp_path, sweep(1, budget={"retries": 1}))
+    for _ in range(2):
+        job = made.next(None)
+        assert job is not None
+        made.on_end(job, JobResult(status="failed", fault="raised", error="a reason"))
+    assert made.done
+    assert ends(diary) == {0: ("failed", "a reason")}
+
+
 def test_too_many_failures_end_the_sweep_when_nothing_runs_any_more(tmp_path: Path) -> None:
     made, _ = algorithm(tmp_path, sweep(9, budget={"max_failures": 1}))
     jobs = [made.next(None) for _ in range(3)]
@@ -367,6 +388,8 @@ def test_another_space_or_other_folds_are_refused(tmp_path: Path) -> None:
         algorithm(tmp_path, {**sweep(1), "space": {**SPACE, "optim.lr": {**LR, "high": 0.5}}})
     with pytest.raises(SweepError, match=r"folds: was None, is '[0-9a-f]+'"):
         algorithm(tmp_path, sweep(1), folds=3)
+    with pytest.raises(SweepError, match=r"seed: was 0, is 1"):
+        algorithm(tmp_path, sweep(1, study={"seed": 1}))
 
 
 # --- folds ---

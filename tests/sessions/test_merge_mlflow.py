@@ -17,6 +17,7 @@ from kernels import SECONDS
 
 import nbtoolkit as nb
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.run.resume import lock_run
 
 # Not by importorskip: every worker would import MLflow, 2 s, while it collects.
 pytestmark = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")
@@ -153,6 +154,20 @@ def test_a_run_that_the_user_deleted_in_mlflow_does_not_come_back(
         database.execute("update runs set lifecycle_stage = 'deleted'")
     assert nb.unpack(bundle, into=mine).tracked == ()
     assert runs_of(mine) == Counter()
+
+
+def test_a_run_that_goes_on_is_left_to_its_own_process(bundle: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    nb.unpack(bundle, into=mine)
+    (one,) = mine.glob("*-one-*")
+    with closing(sqlite3.connect(mine / "mlflow.db")) as database, database:
+        database.execute("delete from tags where value = ?", (one.name,))
+    lock = lock_run(RunPaths(one))
+    assert lock is not None
+    try:
+        assert nb.unpack(bundle, into=mine).tracked == ()
+    finally:
+        lock.release()
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tarfile
@@ -544,6 +545,20 @@ def test_unpacking_twice_changes_nothing(bundle: Path, tmp_path: Path) -> None:
     assert {path: time for path, time in after.items() if path not in locks} == before
 
 
+def test_an_equal_run_gets_the_files_that_it_lacks_and_keeps_its_own(
+    bundle: Path, tmp_path: Path
+) -> None:
+    nb.unpack(bundle, into=tmp_path / "second")
+    run = folder_of(tmp_path / "second", "finished")
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700
+    (lost,) = run.glob("checkpoints/best-*/model.pt")
+    lost.unlink()
+    (run / "config.yaml").write_text("mine")
+    assert run.name in nb.unpack(bundle, into=tmp_path / "second").unchanged
+    assert lost.exists()
+    assert (run / "config.yaml").read_text() == "mine"
+
+
 def append(folder: Path, text: str) -> None:
     with RunPaths(folder).events.open("a") as diary:
         diary.write(json.dumps({"t": 1, "type": "note", "level": "info", "text": text}) + "\n")
@@ -569,11 +584,11 @@ def test_what_is_further_here_stays_and_what_is_further_there_is_taken(
 def test_a_run_that_went_on_in_both_places_stays_as_it_is_here(
     bundle: Path, outputs: Path, tmp_path: Path
 ) -> None:
-    ours = folder_of(outputs, "unfinished")
-    append(ours, "there")
+    ours, long = folder_of(outputs, "unfinished"), "x" * 2**20
+    append(ours, f"{long} there")
     elsewhere = nb.pack(tmp_path / "elsewhere.bundle", source=outputs)
     nb.unpack(bundle, into=tmp_path / "here")
-    append(folder_of(tmp_path / "here", "unfinished"), "here")
+    append(folder_of(tmp_path / "here", "unfinished"), f"{long} here")
     (folder_of(tmp_path / "here", "unfinished") / "owner.lock").touch()
     before = tree(folder_of(tmp_path / "here", "unfinished"))
     done = nb.unpack(elsewhere.path, into=tmp_path / "here")
