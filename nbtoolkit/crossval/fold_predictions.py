@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from nbtoolkit.config.reads import mark_used
-from nbtoolkit.crossval.fold_algorithm import finished_folds, fold_key
+from nbtoolkit.crossval.fold_loop import finished_folds, fold_key
 from nbtoolkit.crossval.out_of_fold import as_array
 from nbtoolkit.environment.deadline import check_deadline
 from nbtoolkit.environment.hardware import detect_hardware
@@ -23,7 +23,7 @@ from nbtoolkit.run.failure import raise_failure
 from nbtoolkit.run.output import Display, choose_screen, find_display
 from nbtoolkit.run.paths import RunPaths, Status
 from nbtoolkit.run.serialization import add_note, unpack_value
-from nbtoolkit.search.algorithm import Search
+from nbtoolkit.search.request import Search
 from nbtoolkit.search.slots import make_slots
 from nbtoolkit.search.submit import start_search
 from nbtoolkit.search.sweep_result import SearchHandle, TableLines
@@ -164,7 +164,7 @@ def predict_mean(
     pairs = tuple((job.fold.train_indices, job.fold.valid_indices) for job in jobs)
     search = Search(
         kind="cv",
-        algorithm="nbtoolkit.crossval.fold_algorithm:make_algorithm",
+        loop="nbtoolkit.crossval.fold_loop:run_folds",
         folds=Folds("predefined", results[0].folds.n_samples, pairs),  # a fold for each job
         slots=slots,
         uses_reserve=True,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from nbtoolkit.errors import SweepError
+from nbtoolkit.run.events import TrialChanged
 from nbtoolkit.run.paths import reading
 from nbtoolkit.study.samplers import make_pruner, make_sampler
 
@@ -29,6 +31,13 @@ if TYPE_CHECKING:
     from nbtoolkit.study.sweep_config import SweepConfig
 
 FILE = "study.jsonl"
+_STATES = {
+    TrialState.WAITING: "waiting",
+    TrialState.RUNNING: "running",
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+}
 _IDENTITY, _PREPARED, IMPORTED, _ADDED = "identity", "prepared", "imported", "added"
 
 
@@ -46,8 +55,7 @@ class SearchStudy:
         """The number of trials from a warm start. They are the first ones, and do not count."""
         # first trials and a warm start's, which no sampler draws
         self._not_drawn = self.imported + len(sweep_config.first_trials)
-        self._trials: dict[int, Trial] = {}
-        self._steps: dict[int, set[int]] = {}
+        self._running: dict[int, Trial] = {}
 
     @property
     def added(self) -> int:
@@ -62,6 +70,10 @@ class SearchStudy:
         """This sweep's own trials by number, with those that wait. They must not be changed."""
         return self.optuna.get_trials(deepcopy=False)[self.imported :]
 
+    def trial(self, number: int) -> FrozenTrial:
+        """A trial. It must not be changed."""
+        return self.optuna.get_trials(deepcopy=False)[number]
+
     def ask(self) -> tuple[int, Params]:
         """Begin a trial; returns its number, and its parameters as the study holds them."""
         trials = self.optuna.get_trials(deepcopy=False)
@@ -72,13 +84,11 @@ class SearchStudy:
     def resume(self, number: int) -> tuple[int, Params]:
         """Continue a trial that was running when its session died."""
         self._set_sampler(number)
-        number, params = self._suggest(Trial(self.optuna, self._id_of(number)))
-        self._steps[number] = set(self.reports(number))
-        return number, params
+        return self._suggest(Trial(self.optuna, self._id_of(number)))
 
     def reports(self, number: int) -> dict[int, float]:
-        """What a running trial has reported, by step."""
-        return dict(self._stored(number).intermediate_values)
+        """What a trial has reported, by step."""
+        return dict(self.trial(number).intermediate_values)
 
     def report(self, number: int, value: float, step: int | None) -> tuple[int, bool]:
         """Store a report of a running trial; a repeated step is ignored.
@@ -86,11 +96,10 @@ class SearchStudy:
         Returns:
             The step (by default the next one), and whether the pruner ends the trial.
         """
-        trial, steps = self._trials[number], self._steps[number]
+        trial, steps = self._running[number], self.trial(number).intermediate_values
         at = max(steps, default=-1) + 1 if step is None else step
         if at not in steps:
             trial.report(value, at)
-            steps.add(at)
         return at, trial.should_prune()
 
     def tell(
@@ -104,16 +113,15 @@ class SearchStudy:
             values: one for each metric, of a complete trial.
             attrs: user attributes to store with it.
         """
-        trial = self._trials[number]
+        trial = self._running.pop(number)
         for key, value in attrs.items():
             trial.set_user_attr(key, value)
         complete = state == TrialState.COMPLETE
         self.optuna.tell(trial, list(values) if complete else None, state=state)
-        del self._trials[number], self._steps[number]
 
     def constrain(self, number: int, excess: Mapping[str, float]) -> None:
         """Store by how much a trial exceeds each limit (0 or less if it does not)."""
-        trial = self._trials[number]
+        trial = self._running[number]
         trial.set_user_attr("constraints", dict(excess))
         if hasattr(trial, "set_constraint"):  # Optuna 5
             for name, amount in excess.items():
@@ -121,11 +129,7 @@ class SearchStudy:
 
     def set_user_attr(self, number: int, key: str, value: object) -> None:
         """Store a user attribute of a running trial."""
-        self._trials[number].set_user_attr(key, value)
-
-    def user_attrs(self, number: int) -> Params:
-        """The user attributes of a trial."""
-        return dict(self._stored(number).user_attrs)
+        self._running[number].set_user_attr(key, value)
 
     def _set_sampler(self, number: int) -> None:
         """Give the trial that begins next a sampler of its own."""
@@ -139,12 +143,98 @@ class SearchStudy:
     def _suggest(self, trial: Trial) -> tuple[int, Params]:
         self._space.suggest(trial)
         number = trial.number
-        self._trials[number], self._steps[number] = trial, set()
+        self._running[number] = trial
         # Read back, so that the trial trains with exactly what is stored.
-        return number, self._space.decode(self._stored(number).params)
+        return number, self._space.decode(self.trial(number).params)
 
-    def _stored(self, number: int) -> FrozenTrial:
-        return self.optuna.get_trials(deepcopy=False)[number]
+
+# --- what the trials say ---
+
+
+def state_of(trial: FrozenTrial) -> str:
+    """Return a trial's state, as events name it."""
+    excess = trial.user_attrs.get("constraints", {})
+    if trial.state.is_finished() and any(amount > 0 for amount in excess.values()):
+        return "infeasible"
+    return _STATES[trial.state]
+
+
+def best_of(trials: Iterable[FrozenTrial], directions: Sequence[str]) -> list[FrozenTrial]:
+    """Return the best of the trials that are complete and feasible.
+
+    Args:
+        trials: by number.
+        directions: ``"maximize"`` or ``"minimize"`` for each metric.
+
+    Returns:
+        With one metric the best trial, the oldest of equal ones; with several the Pareto front;
+        empty if there is none.
+    """
+    signs = [-1.0 if direction == "maximize" else 1.0 for direction in directions]
+    points = {
+        trial.number: tuple(sign * value for sign, value in zip(signs, trial.values, strict=True))
+        for trial in trials
+        if state_of(trial) == "complete"
+    }
+    best = _front(points) if len(signs) > 1 else sorted(points, key=points.__getitem__)[:1]
+    return [trial for trial in trials if trial.number in best]
+
+
+def _front(points: Mapping[int, tuple[float, ...]]) -> list[int]:
+    """Return the points that no other one beats; lower is better in each value."""
+    return [
+        number
+        for number, point in points.items()
+        if not any(_beats(other, point) for other in points.values())
+    ]
+
+
+def _beats(point: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return point != other and all(a <= b for a, b in zip(point, other, strict=True))
+
+
+def trial_event(
+    trial: FrozenTrial, space: Space, *, best: bool = False, waits: str | None = None
+) -> TrialChanged:
+    """Return the event of a trial's present state: the only one that is made of a trial.
+
+    Args:
+        trial: from the study.
+        space: what is searched.
+        best: it is the best trial so far.
+        waits: why a running trial waits for another session; None: it runs.
+    """
+    state = state_of(trial) if waits is None else "waiting"
+    attrs, values = trial.user_attrs, trial.values or []
+    return TrialChanged(
+        number=trial.number,
+        state=state,
+        params=space.decode(trial.params),
+        value=values[0] if len(values) == 1 else None,
+        values=values,
+        seconds=None if state == "running" else attrs.get("seconds"),
+        reason=attrs.get("reason") if waits is None else waits,
+        folder=folder_of(trial.number),
+        best=best,
+    )
+
+
+def ended_trials(study: optuna.Study, space: Space) -> list[TrialChanged]:
+    """Return the events of a study's trials that have ended, with the times of their ends."""
+    imported = int(study.user_attrs.get(IMPORTED, 0))
+    return [
+        replace(trial_event(trial, space), t=trial.datetime_complete.timestamp())
+        for trial in study.get_trials(deepcopy=False)[imported:]
+        if trial.state.is_finished() and trial.datetime_complete
+    ]
+
+
+def folder_of(number: int) -> str:
+    """Return a trial's folder, relative to the sweep's."""
+    return f"trials/{number:04d}"
+
+
+# --- opening ---
 
 
 def open_study(

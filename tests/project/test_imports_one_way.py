@@ -81,8 +81,8 @@ KERNEL = [
     "tasks.digits",
     "training.loop",
     # The fork server loads these two, and everything is forked from it.
-    "search.sweep_algorithm",
-    "crossval.fold_algorithm",
+    "search.scheduler",
+    "crossval.fold_loop",
 ]
 HEAVY = {
     "torch",
