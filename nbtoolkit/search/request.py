@@ -38,10 +38,8 @@ class Search:
         jobs: number of jobs; None if it is large or unknown.
         total: number of trials over all sessions. A completed search with a smaller total resumes,
             too. None for no number.
-        slots: where jobs run; None to derive them from placement and hardware.
         folds: ``folds[job.fold]`` becomes ``ctx.fold``; None without folds.
         timeout: limit in seconds; None for the host's limit only.
-        uses_reserve: whether it may use the reserve of the notebook's deadline.
     """
 
     kind: Kind
@@ -52,10 +50,8 @@ class Search:
     per_device: int = 1
     jobs: int | None = None
     total: int | None = None
-    slots: Slots | None = None
     folds: Folds | None = None
     timeout: float | None = None
-    uses_reserve: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from kernels import SECONDS
 import nbtoolkit as nb
 from nbtoolkit import errors
 from nbtoolkit.environment.hardware import Device, Hardware, detect_hardware
+from nbtoolkit.search import submit
 from nbtoolkit.search.request import Search
 from nbtoolkit.search.slots import Slot, Slots, make_slots
 from nbtoolkit.search.submit import start_search
@@ -108,7 +109,9 @@ def needs_ranks(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
     return {"val_loss": float(os.getpid())}
 
 
-def test_a_trial_that_is_too_large_runs_once_on_all_devices_and_alone(config: nb.Config) -> None:
+def test_a_trial_that_is_too_large_runs_once_on_all_devices_and_alone(
+    config: nb.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hardware = detect_hardware()
     alone = {"distributed.enabled": False, "distributed.world_size": 1}
     both = {"distributed.enabled": True, "distributed.world_size": 2}
@@ -124,7 +127,8 @@ def test_a_trial_that_is_too_large_runs_once_on_all_devices_and_alone(config: nb
     }
     given = SweepConfig.model_validate(sweep_config)
     loop = "nbtoolkit.search.loop:run_sweep"
-    search = Search(kind="sweep", loop=loop, sweep_config=given, slots=slots)
+    monkeypatch.setattr(submit, "make_slots", lambda *_, **__: slots)
+    search = Search(kind="sweep", loop=loop, sweep_config=given)
     started = start_search(needs_ranks, config, search, name="large")
     folder = started.run.paths.folder
     handle = nb.SweepHandle(started.run.paths, SweepResult, started=started.process)
