@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from optuna.trial import TrialState
 
 from nbtoolkit.config.aliases import similar_name
-from nbtoolkit.errors import SweepError
-from nbtoolkit.folds.folds import Folds
+from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.run.events import RETURNED, FoldChanged, IntermediateReported
+from nbtoolkit.run.identity import Identity
 from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.search.pool import (
     EventWriter,
@@ -31,10 +30,15 @@ from nbtoolkit.search.pool import (
     SearchEnd,
     SearchJob,
 )
+from nbtoolkit.search.sweep_errors import (
+    no_such_metric,
+    no_value,
+    too_many_failures,
+    unread_parameters,
+)
 from nbtoolkit.search.time_budget import TimeBudget
-from nbtoolkit.study.samplers import OUT_OF_MEMORY, Violations, broken, learns_from, limits_of
-from nbtoolkit.study.study import FILE, best_of, folder_of, open_study, state_of, trial_event
-from nbtoolkit.study.sweep_config import SweepConfig
+from nbtoolkit.study.samplers import OUT_OF_MEMORY, broken, learns_from, limits_of
+from nbtoolkit.study.study import FILE, folder_of, identity_of, open_study, trial_event
 from nbtoolkit.study.table import STOPPED_BY_HAND
 
 _RETRIED = ("raised", "died", "hung")
@@ -119,8 +123,9 @@ class Sweep:
         folds = request.search.folds
         self._folds = None if folds is None else len(folds)
         self._space = space = sweep_config.make_space()
-        identity = _identity(sweep_config, folds)
-        self._study = open_study(request.paths.folder / FILE, sweep_config, space, identity)
+        self._study = open_study(
+            request.paths.folder / FILE, sweep_config, space, identity_of(sweep_config, folds)
+        )
         self._limits = limits_of(sweep_config)
         self._learns_from = learns_from(sweep_config)
         self._time = TimeBudget(sweep_config.budget.reserve_for_refit, self._folds, events)
@@ -202,40 +207,32 @@ class Sweep:
         if ended or not busy or not calm or self._folds is not None:
             return
         waiting = sum(1 for trial in self._open.values() if trial.waiting)
-        learns = self._begun + self._study.imported >= self._learns_from
+        learns = self._study.begun + self._study.imported >= self._learns_from
         if waiting < len(self._pool.running) and self._more_to_begin and not learns:
             self._ask()
 
     def _resume_trials(self) -> None:
         """Open the trials that an earlier session left running, with the folds that they lack."""
-        ended = [trial for trial in self._study.trials() if trial.state.is_finished()]
-        begun = self._begun
-        if begun:
-            self._events.note(f"the study already has {begun} trials")
-        self._failed_before = self._counts()["failed"]
-        for trial in ended:
+        if self._study.begun:
+            self._events.note(f"the study already has {self._study.begun} trials")
+        self._failed_before = self._study.counts()["failed"]
+        for trial in self._study.trials():
             if trial.state == TrialState.COMPLETE:
                 seconds = float(trial.user_attrs.get("seconds", 0.0))
                 params = self._space.decode(trial.params)
                 self._time.note(params, seconds / (self._folds or 1))
-        for trial in self._study.trials():
-            if trial.state == TrialState.RUNNING:
+            elif trial.state == TrialState.RUNNING:
                 self._resume(trial.number)
 
     def _resume(self, number: int) -> None:
         _, params = self._study.resume(number)
         self._events.note(f"trial {number} was interrupted and resumes")
-        done = self._scores(number)
+        done = self._study.scores(number)
         jobs = [None] if self._folds is None else [i for i in range(self._folds) if i not in done]
         seconds = float(self._study.trial(number).user_attrs.get("seconds", 0.0))
         self._open[number] = trial = OpenTrial(number, params, jobs, seconds)
         if trial.over:  # all its folds were done when its session died
             self._settle(trial)
-
-    @property
-    def _begun(self) -> int:
-        """The number of trials begun, in all sessions; first trials may wait in the study."""
-        return sum(trial.state != TrialState.WAITING for trial in self._study.trials())
 
     @property
     def _total(self) -> int | None:
@@ -249,7 +246,7 @@ class Sweep:
 
     @property
     def _more_to_begin(self) -> bool:
-        return self._total is None or self._begun < self._total
+        return self._total is None or self._study.begun < self._total
 
     @property
     def _trials_left(self) -> bool:
@@ -258,17 +255,13 @@ class Sweep:
     def _too_many_failed(self) -> bool:
         """Return True if no more trials may start; raise the error once no job runs."""
         allowed = self._sweep_config.budget.max_failures
-        failed = self._counts()["failed"] - self._failed_before
+        failed = self._study.counts()["failed"] - self._failed_before
         if allowed is None or failed <= allowed:
             return False
         if self._pool.running:
             return True
         self._leave_open_trials("failed")
-        raise SweepError(
-            f"too many trials have failed ({failed}); the last: {self._last_failure()}",
-            allowed=f"budget.max_failures: {allowed}",
-            do="look into its folder, fix the cause, and sweep again: the study resumes",
-        )
+        raise too_many_failures(failed, allowed, self._study.last_failure())
 
     # --- what the pool tells ---
 
@@ -343,26 +336,15 @@ class Sweep:
     def _on_unread(self, job: SearchJob, names: Sequence[str]) -> None:
         """End the sweep if its first trial never read a parameter: no trial depends on it."""
         trial = self._trial_of(job)
-        if trial is None or self._some_ended:
+        if trial is None or self._study.some_ended:
             return
-        listed = ", ".join(names)
-        self._end_with(trial, f"the function has not read {listed}")
-        raise SweepError(
-            f"the space has {listed}, and the first trial has ended without reading it",
-            allowed="parameters that the function reads in every trial; `when` names the choices "
-            "for which it reads them",
-            do=f"read config.{names[0]} or ctx.params, correct the name, or remove it",
-        )
-
-    @property
-    def _some_ended(self) -> bool:
-        """Whether a trial has ended, so that its metrics and parameters are known to exist."""
-        return any(trial.state.is_finished() for trial in self._study.trials())
+        self._end_with(trial, f"the function has not read {', '.join(names)}")
+        raise unread_parameters(names)
 
     def _refuse_misspelt(
         self, trial: OpenTrial, names: Sequence[str], stems: Sequence[str] = ()
     ) -> None:
-        if self._some_ended:
+        if self._study.some_ended:
             return
         for metric in self._sweep_config.metrics:
             near = similar_name(metric, names)
@@ -375,13 +357,7 @@ class Sweep:
         """End the sweep, because no trial will have a value."""
         available = ", ".join(names) or "none"
         self._end_with(trial, f"no {metric} among the reported metrics: {available}")
-        raise SweepError(
-            f"study.metric is {metric!r}, but the first trial has the metrics: {available}",
-            allowed="a metric that every trial reports or returns",
-            do=f"set study.metric: {near}"
-            if near
-            else f"report or return {metric}, or name another one under study.metric",
-        )
+        raise no_such_metric(metric, available, near)
 
     def _end_with(self, trial: OpenTrial, fault: str) -> None:
         """End the sweep with a failed trial."""
@@ -421,7 +397,7 @@ class Sweep:
             self._put_best(trial, job, metrics)
         if wrong := missing(metrics, self._needed):
             absent = [name for name in self._sweep_config.metrics if name not in metrics]
-            if absent and not self._counts()["complete"]:
+            if absent and not self._study.counts()["complete"]:
                 self._give_up(trial, absent[0], metrics, similar_name(absent[0], metrics))
             self._leave(trial, "failed", wrong)
             return
@@ -431,7 +407,7 @@ class Sweep:
         if job.fold is None:
             trial.metrics = needed
         else:
-            self._study.set_user_attr(trial.number, f"fold-{job.fold}", needed)
+            self._study.add_fold(trial.number, job.fold, needed)
             self._write_fold(trial, job.fold, "complete", needed, result.seconds)
             self._compare_folds(trial, job.fold)
 
@@ -450,7 +426,7 @@ class Sweep:
         """
         if len(self._sweep_config.metrics) > 1:
             return
-        metric, scores = self._sweep_config.metrics[0], self._scores(trial.number)
+        metric, scores = self._sweep_config.metrics[0], self._study.scores(trial.number)
         if self._sweep_config.pruner == "wilcoxon":
             new = [(fold, scores[fold][metric])]
         else:
@@ -480,7 +456,7 @@ class Sweep:
             return
         metrics = trial.metrics
         if self._folds is not None:
-            scores = self._scores(trial.number)
+            scores = self._study.scores(trial.number)
             metrics = {name: _mean(scores, name, self._folds) for name in self._needed}
         excess = {limit.name: limit.excess(metrics[limit.metric]) for limit in self._limits}
         if excess:
@@ -500,11 +476,26 @@ class Sweep:
         self, trial: OpenTrial, state: TrialState, values: Sequence[float], reason: str | None
     ) -> None:
         del self._open[trial.number]
-        notes = {"seconds": trial.seconds, **({} if reason is None else {"reason": reason})}
+        notes: dict[str, object] = {"seconds": trial.seconds, "identity": self._identity(trial)}
+        if reason is not None:
+            notes["reason"] = reason
         self._study.tell(trial.number, state, values, notes)
         self._write_trial(trial.number)
 
-    # --- the study ---
+    def _identity(self, trial: OpenTrial) -> str | None:
+        """Hash what decides a trial's result: its settings with the seed, the code and the folds.
+
+        Trials of several studies with equal identities are the same trial. None: its parameters
+        make no valid configuration.
+        """
+        request = self._pool.request
+        try:
+            settings = request.config.with_overrides(trial.params).to_dict()
+        except NbtoolkitError:
+            return None
+        folds = request.search.folds
+        settings["folds"] = None if folds is None else folds.hash
+        return Identity.of_parts(request.header.function, settings, request.header.code).hash
 
     @property
     def _needed(self) -> list[str]:
@@ -512,34 +503,13 @@ class Sweep:
         limited = [limit.metric for limit in self._limits]
         return list(dict.fromkeys([*self._sweep_config.metrics, *limited]))
 
-    def _scores(self, number: int) -> dict[int, dict[str, float]]:
-        """The metrics of a trial's finished folds, by fold."""
-        notes = self._study.trial(number).user_attrs
-        folds = range(self._folds or 0)
-        return {index: notes[f"fold-{index}"] for index in folds if f"fold-{index}" in notes}
-
-    def _counts(self) -> Counter[str]:
-        """The number of trials that have ended, by state."""
-        trials = self._study.trials()
-        return Counter(state_of(trial) for trial in trials if trial.state.is_finished())
-
-    def _last_failure(self) -> str:
-        """The failed trial that has ended last, and why; empty if there is none."""
-        failed = [trial for trial in self._study.trials() if trial.state == TrialState.FAIL]
-        if not failed:
-            return ""
-        last = max(failed, key=lambda trial: trial.datetime_complete or trial.number)
-        return f"trial {last.number}, {last.user_attrs.get('reason', '')}"
-
     # --- events ---
 
     def _write_trial(self, number: int, waits: str | None = None) -> None:
         """Write the event of a trial's present state."""
         trial = self._study.trial(number)
-        best = False
-        if trial.state == TrialState.COMPLETE:
-            leaders = best_of(self._study.trials(), self._sweep_config.directions)
-            best = number in [leader.number for leader in leaders]
+        ended = trial.state == TrialState.COMPLETE
+        best = ended and number in [leader.number for leader in self._study.best()]
         self._events.write(trial_event(trial, self._space, best=best, waits=waits))
 
     def _write_fold(
@@ -581,22 +551,17 @@ class Sweep:
     def finish(self) -> SearchEnd:
         """Leave unfinished trials to another session, and return the status and the summary.
 
-        Returns:
-            The summary has ``best`` (number of the best trial), ``best_value``, ``best_params``,
-            ``best_folder``, ``front`` (with several metrics), ``infeasible`` (if no trial meets
-            the constraints), ``counts`` by state, ``metrics`` and ``directions``.
-
         Raises:
             SweepError: no trial has a value.
         """
         early = "deadline" if self._cut_short else "completed"
         status = self._pool.leaving or early
         self._leave_open_trials(status)
-        summary = self._summary()
+        summary = self._study.summary()
         if summary["infeasible"]:
             self._events.note(summary["infeasible"], "warning")
-        elif status == "completed" and self._begun and not summary["counts"].get("complete"):
-            raise self._without_a_value()
+        elif status == "completed" and self._study.begun and not summary["counts"].get("complete"):
+            raise no_value(summary["counts"], self._study.last_failure())
         return SearchEnd(status, summary)
 
     @property
@@ -608,59 +573,8 @@ class Sweep:
     def _leave_open_trials(self, status: str) -> None:
         """Leave the open trials to the next session: they stay running in the study."""
         for trial in self._open.values():
-            self._study.set_user_attr(trial.number, "seconds", trial.seconds)
+            self._study.add_seconds(trial.number, trial.seconds)
             self._write_trial(trial.number, waits=f"the sweep ended as {status}")
-
-    def _summary(self) -> dict[str, Any]:
-        trials, directions = self._study.trials(), self._sweep_config.directions
-        best = best_of(trials, directions)
-        several = len(directions) > 1
-        winner = best[0] if best and not several else None
-        return {
-            "metrics": list(self._sweep_config.metrics),
-            "directions": list(directions),
-            "counts": dict(self._counts()),
-            "best": None if winner is None else winner.number,
-            "best_value": None if winner is None else winner.value,
-            "best_params": None if winner is None else self._space.decode(winner.params),
-            "best_folder": None if winner is None else folder_of(winner.number),
-            "front": [trial.number for trial in best] if several else None,
-            "infeasible": "" if best else self._violations(),
-        }
-
-    def _violations(self) -> str:
-        """Say how many trials violate a constraint, and which comes nearest; empty: none."""
-        violations = Violations(self._limits)
-        for trial in self._study.trials():
-            if trial.state == TrialState.COMPLETE and state_of(trial) == "infeasible":
-                notes = trial.user_attrs
-                violations.add(trial.number, notes["reason"], notes["constraints"])
-        return violations.text()
-
-    def _without_a_value(self) -> SweepError:
-        counts = ", ".join(f"{count} {state}" for state, count in self._counts().items())
-        failure = self._last_failure()
-        last = f"; the last failure: {failure}" if failure else ""
-        return SweepError(
-            f"no trial of the sweep has a value: {counts or 'none has ended'}{last}",
-            allowed="one complete trial or more",
-            do="look into the trials' folders, fix the cause, and sweep again, or sweep with more "
-            "time: the study resumes",
-        )
-
-
-def _identity(sweep_config: SweepConfig, folds: Folds | None) -> dict[str, Any]:
-    """Return what must not change when a study is resumed."""
-    space = {f"space.{name}": one for name, one in sweep_config.make_space().to_dict().items()}
-    return {
-        **space,
-        "metric": list(sweep_config.metrics),
-        "direction": list(sweep_config.directions),
-        "value": sweep_config.study.trial_value,
-        "constraints": sweep_config.constraints.to_dict(),
-        "seed": sweep_config.study.seed,
-        "folds": None if folds is None else folds.hash,
-    }
 
 
 # --- metrics ---

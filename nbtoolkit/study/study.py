@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage
@@ -23,9 +24,10 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from nbtoolkit.errors import SweepError
 from nbtoolkit.run.events import TrialChanged
 from nbtoolkit.run.paths import reading
-from nbtoolkit.study.samplers import make_pruner, make_sampler
+from nbtoolkit.study.samplers import Violations, limits_of, make_pruner, make_sampler
 
 if TYPE_CHECKING:
+    from nbtoolkit.folds.folds import Folds
     from nbtoolkit.study.parameter import Params
     from nbtoolkit.study.space import Space
     from nbtoolkit.study.sweep_config import SweepConfig
@@ -38,6 +40,7 @@ _STATES = {
     TrialState.PRUNED: "pruned",
     TrialState.FAIL: "failed",
 }
+_FOLD = "fold-"
 _IDENTITY, _PREPARED, IMPORTED, _ADDED = "identity", "prepared", "imported", "added"
 
 
@@ -74,6 +77,77 @@ class SearchStudy:
         """A trial. It must not be changed."""
         return self.optuna.get_trials(deepcopy=False)[number]
 
+    # --- what the trials say ---
+
+    @property
+    def begun(self) -> int:
+        """The number of trials begun, in all sessions."""
+        return sum(trial.state != TrialState.WAITING for trial in self.trials())
+
+    @property
+    def some_ended(self) -> bool:
+        """Whether a trial has ended."""
+        return any(trial.state.is_finished() for trial in self.trials())
+
+    def counts(self) -> Counter[str]:
+        """The number of trials that have ended, by state."""
+        return Counter(state_of(trial) for trial in self.trials() if trial.state.is_finished())
+
+    def best(self) -> list[FrozenTrial]:
+        """The best trial, or the Pareto front of several metrics; empty if there is none."""
+        return best_of(self.trials(), self._sweep_config.directions)
+
+    def last_failure(self) -> str:
+        """The failed trial that has ended last, and why; empty if there is none."""
+        failed = [trial for trial in self.trials() if trial.state == TrialState.FAIL]
+        if not failed:
+            return ""
+        last = max(failed, key=lambda trial: trial.datetime_complete or trial.number)
+        return f"trial {last.number}, {last.user_attrs.get('reason', '')}"
+
+    def scores(self, number: int) -> dict[int, dict[str, float]]:
+        """The metrics of a trial's finished folds, by fold."""
+        notes = self.trial(number).user_attrs
+        folds = [name.removeprefix(_FOLD) for name in notes if name.startswith(_FOLD)]
+        return {int(fold): notes[f"{_FOLD}{fold}"] for fold in sorted(folds, key=int)}
+
+    def reports(self, number: int) -> dict[int, float]:
+        """What a trial has reported, by step."""
+        return dict(self.trial(number).intermediate_values)
+
+    def summary(self) -> dict[str, Any]:
+        """The state of the sweep, for its last event.
+
+        Returns:
+            ``best`` (number of the best trial), ``best_value``, ``best_params``, ``best_folder``,
+            ``front`` (with several metrics), ``infeasible`` (if no trial meets the constraints),
+            ``counts`` by state, ``metrics`` and ``directions``.
+        """
+        best, several = self.best(), len(self._sweep_config.directions) > 1
+        winner = best[0] if best and not several else None
+        return {
+            "metrics": list(self._sweep_config.metrics),
+            "directions": list(self._sweep_config.directions),
+            "counts": dict(self.counts()),
+            "best": None if winner is None else winner.number,
+            "best_value": None if winner is None else winner.value,
+            "best_params": None if winner is None else self._space.decode(winner.params),
+            "best_folder": None if winner is None else folder_of(winner.number),
+            "front": [trial.number for trial in best] if several else None,
+            "infeasible": "" if best else self._violations(),
+        }
+
+    def _violations(self) -> str:
+        """How many trials violate a constraint, and which comes nearest; empty: none."""
+        violations = Violations(limits_of(self._sweep_config))
+        for trial in self.trials():
+            if trial.state == TrialState.COMPLETE and state_of(trial) == "infeasible":
+                notes = trial.user_attrs
+                violations.add(trial.number, notes["reason"], notes["constraints"])
+        return violations.text()
+
+    # --- changes ---
+
     def ask(self) -> tuple[int, Params]:
         """Begin a trial; returns its number, and its parameters as the study holds them."""
         trials = self.optuna.get_trials(deepcopy=False)
@@ -85,10 +159,6 @@ class SearchStudy:
         """Continue a trial that was running when its session died."""
         self._set_sampler(number)
         return self._suggest(Trial(self.optuna, self._id_of(number)))
-
-    def reports(self, number: int) -> dict[int, float]:
-        """What a trial has reported, by step."""
-        return dict(self.trial(number).intermediate_values)
 
     def report(self, number: int, value: float, step: int | None) -> tuple[int, bool]:
         """Store a report of a running trial; a repeated step is ignored.
@@ -127,9 +197,13 @@ class SearchStudy:
             for name, amount in excess.items():
                 trial.set_constraint(name, amount)
 
-    def set_user_attr(self, number: int, key: str, value: object) -> None:
-        """Store a user attribute of a running trial."""
-        self._running[number].set_user_attr(key, value)
+    def add_fold(self, number: int, fold: int, metrics: Mapping[str, float]) -> None:
+        """Store the metrics of a running trial's finished fold."""
+        self._running[number].set_user_attr(f"{_FOLD}{fold}", dict(metrics))
+
+    def add_seconds(self, number: int, seconds: float) -> None:
+        """Store how long a running trial has taken so far, for the session that resumes it."""
+        self._running[number].set_user_attr("seconds", seconds)
 
     def _set_sampler(self, number: int) -> None:
         """Give the trial that begins next a sampler of its own."""
@@ -148,7 +222,7 @@ class SearchStudy:
         return number, self._space.decode(self.trial(number).params)
 
 
-# --- what the trials say ---
+# --- a trial ---
 
 
 def state_of(trial: FrozenTrial) -> str:
@@ -235,6 +309,20 @@ def folder_of(number: int) -> str:
 
 
 # --- opening ---
+
+
+def identity_of(sweep_config: SweepConfig, folds: Folds | None) -> dict[str, Any]:
+    """Return what must not change when a study is resumed."""
+    space = {f"space.{name}": one for name, one in sweep_config.make_space().to_dict().items()}
+    return {
+        **space,
+        "metric": list(sweep_config.metrics),
+        "direction": list(sweep_config.directions),
+        "value": sweep_config.study.trial_value,
+        "constraints": sweep_config.constraints.to_dict(),
+        "seed": sweep_config.study.seed,
+        "folds": None if folds is None else folds.hash,
+    }
 
 
 def open_study(

@@ -9,7 +9,9 @@ import optuna
 import pytest
 from searches import LR, SPACE, Fake, Memory, SweepSession, algorithm, drive
 
+from nbtoolkit import load_config
 from nbtoolkit.errors import SweepError
+from nbtoolkit.run.events import RunStarted
 from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.search.pool import JobResult, SearchJob
 from nbtoolkit.study.study import FILE, read_study
@@ -368,6 +370,29 @@ def test_another_space_or_other_folds_are_refused(tmp_path: Path) -> None:
         algorithm(tmp_path, {**sweep(1), "space": {**SPACE, "optim.lr": {**LR, "high": 0.5}}})
     with pytest.raises(SweepError, match=r"folds: was None, is '[0-9a-f]+'"):
         algorithm(tmp_path, sweep(1), folds=3)
+
+
+def test_a_trial_has_an_identity_by_its_settings_its_code_and_its_folds(tmp_path: Path) -> None:
+    base = load_config(env=None)
+    source = sweep(2, first_trials=[{"optim.lr": 0.01}, {"optim.lr": 0.02}])
+
+    def identities(name: str, *, code: str = "a", folds: int | None = None, **more: Any) -> Any:
+        folder = tmp_path / name
+        folder.mkdir()
+        header = RunStarted(function="m.train", code={"train": code})
+        made, _ = algorithm(folder, {**source, **more}, folds=folds, header=header, config=base)
+        drive(made, Fake(loss))
+        return [trial.user_attrs["identity"] for trial in stored(folder)]
+
+    first = identities("first")
+    assert len(set(first)) == 2
+    assert identities("again", placement="device_per_trial") == first
+    assert not set(identities("code", code="b")) & set(first)
+    assert not set(identities("folds", folds=2)) & set(first)
+    base = base.with_overrides({"seed": 5})
+    assert not set(identities("seed")) & set(first)
+    base = base.with_overrides({"seed": load_config(env=None).seed, "tracking.mlflow": False})
+    assert identities("tracking") == first
 
 
 # --- folds ---
