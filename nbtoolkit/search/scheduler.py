@@ -109,7 +109,10 @@ class LocalPool(Pool):
     def free(self) -> int:
         """Number of jobs that can start now; 0 while a job waits for all devices or has them."""
         alone = any(runner.slot is self._together for runner in self._runners)
-        return 0 if alone or self._too_large else len(self._slots)
+        if alone or self._too_large:
+            return 0
+        # A loop that learns late of jobs that did not start would start too many.
+        return max(len(self._slots) - len(self._not_started), 0)
 
     def start(self, job: SearchJob) -> None:
         """Start a job on a free slot."""
