@@ -39,9 +39,9 @@ from nbtoolkit.search.pool import (
     Pool,
     PoolEvent,
     SearchJob,
+    SearchRequest,
     run_search,
 )
-from nbtoolkit.search.request import SearchRequest
 from nbtoolkit.search.slots import ALONE, Slot
 from nbtoolkit.worker.main import write_output_to
 

@@ -30,7 +30,7 @@ from nbtoolkit.run.output import RunDisplay, Screen, choose_screen, displays, fi
 from nbtoolkit.run.paths import RunPaths, find_run
 from nbtoolkit.run.resume import resumable_first_event
 from nbtoolkit.run.serialization import add_note
-from nbtoolkit.search.request import Search
+from nbtoolkit.search.pool import Search
 from nbtoolkit.search.slots import Placement
 from nbtoolkit.search.submit import start_or_submit
 from nbtoolkit.search.sweep_result import SearchHandle, TableLines

@@ -23,8 +23,8 @@ from nbtoolkit.search.pool import (
     JobResult,
     JobStatus,
     SearchJob,
+    SearchRequest,
 )
-from nbtoolkit.search.request import SearchRequest
 from nbtoolkit.search.slots import Slot
 
 # The fault by the type of a job's error, unless memory ran out. The user's code raised all others.

@@ -139,6 +139,11 @@ class Sweep:
         self.start_jobs()
         while not self.over:
             events = self._pool.wait()
+            failed = [one for one in events if isinstance(one, JobEnded) and one.failed]
+            if self._folds is None and not failed:
+                # A trial that was asked for ahead starts before the ends of others are recorded,
+                # which takes 10 ms. With folds, the next job depends on them.
+                self.start_jobs(asked_only=True)
             for event in events:
                 self.handle(event)
             self.start_jobs()
@@ -156,24 +161,29 @@ class Sweep:
 
     # --- which job runs next ---
 
-    def start_jobs(self) -> None:
+    def start_jobs(self, *, asked_only: bool = False) -> None:
         """Start jobs as long as the pool has room for them.
+
+        Args:
+            asked_only: ask for no new trials.
 
         Raises:
             SweepError: too many trials have failed, and no job runs.
         """
         while self._pool.leaving is None and self._pool.free:
-            trial = self._next_trial()
+            trial = self._next_trial(asked_only)
             if trial is None:
                 return
             self._start_job(trial)
 
-    def _next_trial(self) -> OpenTrial | None:
+    def _next_trial(self, asked_only: bool) -> OpenTrial | None:
         """Return a trial with a job to start: one that has begun, or a new one."""
         if self._too_many_failed() or self._paused or self._time.up:
             return None
         left = self._pool.seconds_left()
         trial = next((trial for trial in self._open.values() if trial.waiting), None)
+        if trial is None and asked_only:
+            return None
         if trial is None:
             slots = len(self._pool.running) + self._pool.free
             if not self._more_to_begin or not self._time.suffices_for_new(left, slots):

@@ -1,4 +1,4 @@
-"""Define pools, which run the jobs of a search, and what they tell the search's loop."""
+"""Define searches, their jobs, and the pools that run the jobs and tell the search's loop."""
 
 from __future__ import annotations
 
@@ -8,15 +8,91 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from nbtoolkit.run.events import CommandReceived, Event
+from nbtoolkit.environment.grace import EXIT_GRACE
+from nbtoolkit.run.events import CommandReceived, Event, RunStarted
 from nbtoolkit.run.messages import KernelRequest, SearchCommand, StopRequest
+from nbtoolkit.run.paths import Kind
 
 if TYPE_CHECKING:
+    from nbtoolkit.config.schema import Config
+    from nbtoolkit.environment.deadline import Note
+    from nbtoolkit.environment.placement import MeasuredSpeed
+    from nbtoolkit.folds.folds import Folds
+    from nbtoolkit.host import Host
+    from nbtoolkit.run.paths import RunPaths
     from nbtoolkit.run.record import RunRecord
-    from nbtoolkit.search.request import SearchRequest
+    from nbtoolkit.search.slots import Placement, Slots
+    from nbtoolkit.study.sweep_config import SweepConfig
 
 JobStatus = Literal["completed", "pruned", "stopped", "deadline", "failed"]
 Fault = Literal["raised", "oom", "nan", "died", "hung", "timeout"]
+
+
+# --- a search ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What to search, and how to run its jobs.
+
+    Attributes:
+        kind: ``"sweep"`` or ``"cv"``.
+        loop: ``"module:function"``; called as ``function(pool, event_writer)`` in the process that
+            owns the search, it runs all jobs on the pool and returns a
+            :class:`~nbtoolkit.search.pool.SearchEnd`.
+        sweep_config: the sweep's settings; None for a cross-validation.
+        identity: values that must be equal, besides configuration and function, for
+            ``resume="auto"`` to resume a search.
+        placement: see :func:`~nbtoolkit.search.slots.make_slots`.
+        per_device: jobs per device.
+        jobs: number of jobs; None if it is large or unknown.
+        total: number of trials over all sessions. A completed search with a smaller total resumes,
+            too. None for no number.
+        folds: ``folds[job.fold]`` becomes ``ctx.fold``; None without folds.
+        timeout: limit in seconds; None for the host's limit only.
+    """
+
+    kind: Kind
+    loop: str
+    sweep_config: SweepConfig | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    placement: Placement = "auto"
+    per_device: int = 1
+    jobs: int | None = None
+    total: int | None = None
+    folds: Folds | None = None
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchRequest:
+    """What the process that owns a search receives.
+
+    Attributes:
+        paths: the search's folder.
+        config: the base configuration; each job overrides some of its settings.
+        slots: where jobs run.
+        host: the host, for the jobs' plans.
+        header: the first event of the search.
+        notes: messages to show at the start.
+        deadline: unix time at which the search ends; None for no limit.
+        imposed: True if the deadline is the end of the host's session, not the user's own limit.
+        search: what is searched.
+        grace: seconds that jobs get to leave at the deadline; ``fit`` has saved before it.
+        speed: what a calibration has measured, for the jobs' plans.
+    """
+
+    paths: RunPaths
+    config: Config
+    slots: Slots
+    host: Host
+    header: RunStarted
+    notes: tuple[Note, ...]
+    deadline: float | None
+    imposed: bool
+    search: Search
+    grace: float = EXIT_GRACE
+    speed: MeasuredSpeed | None = None
 
 
 # --- jobs ---
@@ -99,6 +175,11 @@ class JobEnded:
 
     job: SearchJob
     result: JobResult
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has not come to its end."""
+        return self.result.status != "completed"
 
 
 PoolEvent = JobReported | MetricsNamed | ParametersUnread | JobEnded | SearchCommand

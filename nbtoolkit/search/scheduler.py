@@ -35,9 +35,9 @@ from nbtoolkit.search.pool import (
     Pool,
     PoolEvent,
     SearchJob,
+    SearchRequest,
     run_search,
 )
-from nbtoolkit.search.request import SearchRequest
 from nbtoolkit.search.slots import Slot
 
 

@@ -48,7 +48,7 @@ from nbtoolkit.run.resume import (
     why_not_resumed,
     write_header,
 )
-from nbtoolkit.search.request import Search, SearchRequest
+from nbtoolkit.search.pool import Search, SearchRequest
 from nbtoolkit.search.slots import make_slots
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import nbtoolkit as nb
 from nbtoolkit import errors
 from nbtoolkit.environment.hardware import Device, Hardware, detect_hardware
 from nbtoolkit.search import submit
-from nbtoolkit.search.request import Search
+from nbtoolkit.search.pool import Search
 from nbtoolkit.search.slots import Slot, Slots, make_slots
 from nbtoolkit.search.submit import start_search
 from nbtoolkit.search.sweep_result import SweepResult

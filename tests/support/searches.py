@@ -26,10 +26,11 @@ from nbtoolkit.search.pool import (
     MetricsNamed,
     Pool,
     PoolEvent,
+    Search,
     SearchEnd,
     SearchJob,
+    SearchRequest,
 )
-from nbtoolkit.search.request import Search, SearchRequest
 from nbtoolkit.search.slots import make_slots
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
 
