@@ -204,13 +204,14 @@ class Pool(ABC):
         self._record = record
         self.running: dict[str, SearchJob] = {}
         """The jobs that have started, and whose end :meth:`wait` has not returned, by key."""
+        self._stopping = False
         self.shared_files: list[str] = []
         """Files outside the jobs' folders that several jobs have written."""
 
     @property
     def leaving(self) -> str | None:
         """The status that the search ends with, once a stop or the deadline ends it."""
-        return self._record.leaving
+        return self._record.decide()
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the deadline; None for no limit."""
@@ -251,11 +252,13 @@ class Pool(ABC):
             match request:
                 case StopRequest():
                     self._record.request_stop(request.status, request.reason, request.grace)
+                    self._stopping = True
                     self._stop_all(request.reason, request.grace)
                 case SearchCommand():
                     self._record.write(CommandReceived(op=request.op, n=request.n))
                     commands.append(request)
-        if self.leaving is None and self._record.decide() is not None:
+        if self.leaving is not None and not self._stopping:
+            self._stopping = True
             self._stop_all("the search's time is used up", self.request.grace)
         return commands
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -502,6 +503,13 @@ def test_a_sweep_without_a_number_of_trials_is_through_when_its_time_is_up(tmp_p
     drive(made, Fake(loss, seconds=10.0), left=45.0)
     assert made.done
     made.close("completed")
+
+
+def test_a_sweep_whose_time_was_up_before_its_first_trial_was_cut_off(tmp_path: Path) -> None:
+    source = {**sweep(1), "budget": {"timeout": 45}}
+    made, _ = algorithm(tmp_path, source, deadline=time.time() - 1)
+    assert drive(made, Fake(loss), left=-1.0) == []
+    made.close("deadline")
 
 
 def test_a_sweep_that_the_host_cuts_off_is_to_be_gone_on_with(tmp_path: Path) -> None:

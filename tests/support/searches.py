@@ -115,7 +115,7 @@ class SteppedPool(Pool):
     """
 
     def __init__(self, request: SearchRequest) -> None:
-        super().__init__(request, RunRecord(request.paths, deadline=None))
+        super().__init__(request, RunRecord(request.paths, deadline=request.deadline))
         self.slots, self.left = 0, None if request.deadline is None else 0.0
         self.begun: list[SearchJob] = []
         self.stopped: dict[str, str] = {}
