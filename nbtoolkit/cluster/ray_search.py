@@ -1,12 +1,11 @@
 """Run the jobs of a search as tasks of Ray, one device each, on all machines of the cluster.
 
-The search algorithm lives in the driver, and decides; each task trains one job in its own process,
-and asks the driver about its reports.
+The loop of the search lives in the driver, and decides; each task trains one job in its own
+process, and asks the driver about its reports.
 """
 
 from __future__ import annotations
 
-import importlib
 import queue
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +22,6 @@ from nbtoolkit.launcher.out_of_memory import is_out_of_memory
 from nbtoolkit.launcher.remote import load_packed, write_packed
 from nbtoolkit.run import messages
 from nbtoolkit.run.attempts import last_event
-from nbtoolkit.run.events import CommandReceived
 from nbtoolkit.run.output import CellOutput
 from nbtoolkit.run.paths import RunPaths, write_json
 from nbtoolkit.run.payload import unload_function
@@ -31,15 +29,19 @@ from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.remote_job import events_size
 from nbtoolkit.run.resume import ChosenRun, lock_run, write_first_event
 from nbtoolkit.run.serialization import pack_error
-from nbtoolkit.search.algorithm import (
+from nbtoolkit.search.job_runner import describe_fault, job_request
+from nbtoolkit.search.pool import (
+    JobEnded,
+    JobReported,
     JobResult,
     JobStatus,
-    SearchAlgorithm,
+    MetricsNamed,
+    Pool,
+    PoolEvent,
     SearchJob,
     SearchRequest,
-    is_of_trial,
+    run_search,
 )
-from nbtoolkit.search.job_runner import describe_fault, job_request
 from nbtoolkit.search.slots import ALONE, Slot
 from nbtoolkit.worker.main import write_output_to
 
@@ -49,7 +51,7 @@ _FUNCTION_FILE = "remote/function.pkl"
 
 @dataclass
 class _Report:
-    """A trial's report, and where its thread waits for the answer."""
+    """A job's report, and where its thread waits for the answer."""
 
     key: str
     values: Mapping[str, float]
@@ -57,8 +59,33 @@ class _Report:
     answer: queue.Queue[str | None] = field(default_factory=lambda: queue.Queue(1))
 
 
+@dataclass
+class _Named:
+    """The names of the metrics that a job will report."""
+
+    key: str
+    message: messages.MetricsAnnounced
+
+
+@dataclass
+class _Ended:
+    """The end of a task."""
+
+    key: str
+    task: Any
+
+
+@dataclass
+class _Task:
+    """A task that runs a job; ``leave``: the status with which the job is to leave."""
+
+    ref: Any
+    started: float
+    leave: str | None = None
+
+
 class RaySearch:
-    """Runs one search; :meth:`run` in one thread, the other methods in any.
+    """Runs one search in the driver; :meth:`run` in one thread, the other methods in any.
 
     Args:
         driver: the handle on the actor that runs it, for the tasks.
@@ -66,128 +93,165 @@ class RaySearch:
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
-        self._inbox: queue.Queue[Any] = queue.Queue()
-        self._running: dict[str, tuple[SearchJob, Any, float]] = {}
-        self._capacity = self._sized = 0.0
+        self._inbox: queue.Queue[_Report | _Named | _Ended] = queue.Queue()
+        self._pool: RayPool | None = None
 
     def text(self) -> str:
         """Say what it does."""
-        return f"{len(self._running)} trials run, {self._capacity:.0f} fit"
+        return "starting" if self._pool is None else self._pool.text()
 
     def report(self, key: str, values: Mapping[str, float], step: int | None) -> str | None:
-        """Hand a trial's report to the algorithm; return the status to leave with, None: go on."""
+        """Hand a job's report to the loop; return the status to leave with, None: go on."""
         report = _Report(key, values, step)
         self._inbox.put(report)
         return report.answer.get()
 
     def announce(self, key: str, message: messages.MetricsAnnounced) -> None:
-        """Hand a trial's names of metrics to the algorithm."""
-        self._inbox.put((key, message))
+        """Hand a job's names of metrics to the loop."""
+        self._inbox.put(_Named(key, message))
 
     def run(self, train: Callable[..., Any], request: SearchRequest, run: ChosenRun) -> None:
         """Run a search to its end; called by ``start_search``."""
-        import ray
-
         run.own()
-        self._request, self._record = request, RunRecord(request.paths, deadline=request.deadline)
+        record = RunRecord(request.paths, deadline=request.deadline)
         for level, text in request.notes:
-            self._record.note(text, level)
+            record.note(text, level)
         write_packed(train, request.paths.folder / _FUNCTION_FILE)
-        self._shared = ray.put(request)
-        module, _, function = request.search.algorithm.partition(":")
-        self._record.make_findable()
+        self._pool = RayPool(request, record, self._driver, self._inbox)
         try:
             _refuse_several_devices(request)
-            algorithm = getattr(importlib.import_module(module), function)(request, self._record)
-            self._algorithm: SearchAlgorithm = algorithm
-            status = self._run_jobs()
-            self._record.complete(status, 1, summary=algorithm.close(status))
+            run_search(self._pool, record)
         except Exception as error:
-            for _, task, _ in self._running.values():
-                ray.cancel(task, force=True)
-            self._record.fail(pack_error(error), rank=None, notes=[])
+            self._pool.abandon()
+            record.fail(pack_error(error), rank=None, notes=[])
 
-    def _run_jobs(self) -> str:
-        algorithm, record = self._algorithm, self._record
-        while True:
-            self._read_requests()
-            self._fill()
-            if (record.leaving is not None or algorithm.done) and not self._running:
-                return record.leaving or ("deadline" if algorithm.cut_short else "completed")
-            with suppress(queue.Empty):
-                self._handle(self._inbox.get(timeout=_TICK))
-                while True:
-                    self._handle(self._inbox.get_nowait())
 
-    def _handle(self, message: Any) -> None:
-        match message:
-            case _Report(key=key):
-                job = self._running[key][0] if key in self._running else None
-                leave = self._record.leaving
-                if job is not None:
-                    leave = self._algorithm.on_report(job, message.values, message.step) or leave
-                message.answer.put(leave)
-            case (str(key), messages.MetricsAnnounced() as told) if key in self._running:
-                job = self._running[key][0]
-                self._algorithm.on_announcement(job, told.names, told.stems, told.first_step)
-            case (str(key), task) if key in self._running and self._running[key][1] is task:
-                self._ended(key)
+class RayPool(Pool):
+    """Runs jobs as tasks, one device each.
 
-    def _ended(self, key: str) -> None:
-        """Give the result of a task to the algorithm; a lost machine is a rank that died."""
+    Args:
+        request: the search.
+        record: its record.
+        driver: the handle on the driver, for the tasks.
+        inbox: what the tasks say, and their ends.
+    """
+
+    def __init__(
+        self,
+        request: SearchRequest,
+        record: RunRecord,
+        driver: Any,
+        inbox: queue.Queue[_Report | _Named | _Ended],
+    ) -> None:
         import ray
 
-        job, task, started = self._running.pop(key)
-        try:
-            result = ray.get(task)
-        except ray.exceptions.RayError as error:
-            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            seconds = time.monotonic() - started
-            result = JobResult(status="failed", fault="died", error=text, seconds=seconds)
-        self._algorithm.on_end(job, result)
+        super().__init__(request, record)
+        self._driver, self._inbox = driver, inbox
+        self._shared = ray.put(request)
+        self._tasks: dict[str, _Task] = {}
+        self._unanswered: list[_Report] = []
+        self._capacity = self._sized = 0.0
 
-    def _fill(self) -> None:
-        """Start jobs on the free devices of the cluster."""
+    def text(self) -> str:
+        """Say what it does."""
+        return f"{len(self._tasks)} trials run, {self._capacity:.0f} fit"
+
+    @property
+    def free(self) -> int:
+        """Number of jobs that can start now: the cluster may grow and shrink."""
         import ray
 
-        settings, per_device = self._request.config.cluster, self._request.search.per_device
-        cpus = settings.cpus_per_device or 1
+        settings, per_device = self.request.config.cluster, self.request.search.per_device
         if time.monotonic() - self._sized > _TICK:
-            self._sized, all_of_them = time.monotonic(), ray.cluster_resources()
-            self._capacity = all_of_them.get("CPU", 0) // cpus
+            self._sized, resources = time.monotonic(), ray.cluster_resources()
+            self._capacity = resources.get("CPU", 0) // (settings.cpus_per_device or 1)
             if settings.gpu:
-                self._capacity = min(self._capacity, all_of_them.get("GPU", 0) * per_device)
+                self._capacity = min(self._capacity, resources.get("GPU", 0) * per_device)
+        return max(int(self._capacity) - len(self._tasks), 0)
+
+    def start(self, job: SearchJob) -> None:
+        """Start a task."""
+        import ray
+
+        settings, per_device = self.request.config.cluster, self.request.search.per_device
+        cpus = settings.cpus_per_device or 1
         options = {"num_cpus": cpus, "num_gpus": 1 / per_device if settings.gpu else 0}
         start = ray.remote(run_job).options(max_retries=0, **options)
-        while len(self._running) < self._capacity and self._record.leaving is None:
-            job = self._algorithm.next(self._record.seconds_left())
-            if job is None:
-                return
-            task = start.remote(self._shared, job, cpus, self._driver)
-            self._running[job.key] = (job, task, time.monotonic())
-            task.future().add_done_callback(
-                partial(lambda key, task, _: self._inbox.put((key, task)), job.key, task)
+        task = start.remote(self._shared, job, cpus, self._driver)
+        self.running[job.key], self._tasks[job.key] = job, _Task(task, time.monotonic())
+        task.future().add_done_callback(
+            partial(lambda key, task, _: self._inbox.put(_Ended(key, task)), job.key, task)
+        )
+
+    def stop(self, key: str, reason: str) -> None:
+        """Let a job end as ``"pruned"``, at its last report or at its next one."""
+        self._let_leave(key, "pruned", reason, None)
+
+    def wait(self) -> list[PoolEvent]:
+        """Answer the reports of the last call, wait for a message, and return what has happened."""
+        for report in self._unanswered:
+            task = self._tasks.get(report.key)
+            report.answer.put(self.leaving if task is None else task.leave or self.leaving)
+        self._unanswered = []
+        events = self._follow(self._requests_in_folder())
+        with suppress(queue.Empty):
+            events += self._from_message(self._inbox.get(timeout=_TICK))
+            while True:
+                events += self._from_message(self._inbox.get_nowait())
+        return events
+
+    def abandon(self) -> None:
+        """Cancel all tasks."""
+        import ray
+
+        for task in self._tasks.values():
+            ray.cancel(task.ref, force=True)
+
+    def _stop_all(self, reason: str, grace: float | None) -> None:
+        for key in self._tasks:
+            self._let_leave(key, self.leaving or "stopped", reason, grace)
+
+    def _let_leave(self, key: str, status: str, reason: str, grace: float | None) -> None:
+        """Let a job leave at its last report, if that waits for its answer, or at its next one.
+
+        The request in its folder also reaches a job that checks for a stop without a report. The
+        job may run on any machine.
+        """
+        task = self._tasks.get(key)
+        if task is None or task.leave is not None:
+            return
+        task.leave = status
+        stop = RunPaths(self.request.paths.folder / key).stop
+        reports = any(report.key == key for report in self._unanswered)
+        if not reports and stop.parent.is_dir():
+            write_json(stop, {"reason": reason, "grace": grace}, durable=False)
+
+    def _from_message(self, message: _Report | _Named | _Ended) -> list[PoolEvent]:
+        job = self.running.get(message.key)
+        match message:
+            case _Report():
+                self._unanswered.append(message)
+                return [] if job is None else [JobReported(job, message.values, message.step)]
+            case _Named(message=told) if job is not None:
+                return [MetricsNamed(job, told.names, told.stems, told.first_step)]
+            case _Ended() if job is not None and self._tasks[job.key].ref is message.task:
+                return [self._ended(job)]
+        return []
+
+    def _ended(self, job: SearchJob) -> JobEnded:
+        """Return how a task ended; a lost machine is a rank that died."""
+        import ray
+
+        del self.running[job.key]
+        task = self._tasks.pop(job.key)
+        try:
+            return JobEnded(job, ray.get(task.ref))
+        except ray.exceptions.RayError as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            seconds = time.monotonic() - task.started
+            return JobEnded(
+                job, JobResult(status="failed", fault="died", error=text, seconds=seconds)
             )
-
-    def _read_requests(self) -> None:
-        """Follow the requests of handles, which they write into the folder, and the deadline."""
-        if (request := self._record.stop_requested()) is not None:
-            self._record.request_stop("stopped", request.reason, request.grace)
-        for command in self._record.commands_requested():
-            self._algorithm.on_command(command)
-            self._record.write(CommandReceived(op=command.op, n=command.n))
-            if command.op == "stop_trial" and command.n is not None:
-                self._stop_trial(command.n)
-        if self._record.decide() is not None:
-            self._algorithm.on_command(messages.SearchCommand(op="stop"))
-
-    def _stop_trial(self, number: int) -> None:
-        """Write the request into the folders of the trial's jobs, which may be on any machine."""
-        for key in self._running:
-            if is_of_trial(key, number):
-                reason = "a handle asked for this trial's end"
-                stop = RunPaths(self._request.paths.folder / key).stop
-                write_json(stop, {"reason": reason, "grace": None}, durable=False)
 
 
 def _refuse_several_devices(request: SearchRequest) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.crossval.cv_result import CVResult, FoldTable
-from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, check_same, fold_key
+from nbtoolkit.crossval.fold_loop import FOLDS_FILE, check_same, fold_key
 from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
 from nbtoolkit.errors import FoldError, LaunchError
 from nbtoolkit.folds.folds import Folds
@@ -30,7 +30,7 @@ from nbtoolkit.run.output import RunDisplay, Screen, choose_screen, displays, fi
 from nbtoolkit.run.paths import RunPaths, find_run
 from nbtoolkit.run.resume import resumable_first_event
 from nbtoolkit.run.serialization import add_note
-from nbtoolkit.search.algorithm import Search
+from nbtoolkit.search.pool import Search
 from nbtoolkit.search.slots import Placement
 from nbtoolkit.search.submit import start_or_submit
 from nbtoolkit.search.sweep_result import SearchHandle, TableLines
@@ -206,7 +206,7 @@ def _search(folds: Folds, processes: int | None) -> Search:
         placement = "device_per_trial" if processes == 1 else "all_devices_per_trial"
     return Search(
         kind="cv",
-        algorithm="nbtoolkit.crossval.fold_algorithm:make_algorithm",
+        loop="nbtoolkit.crossval.fold_loop:run_folds",
         identity={"folds": folds.hash, "target": folds.target},
         placement=placement,
         jobs=len(folds),

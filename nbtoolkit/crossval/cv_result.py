@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, finished_folds, fold_key
+from nbtoolkit.crossval.fold_loop import FOLDS_FILE, finished_folds, fold_key
 from nbtoolkit.crossval.out_of_fold import assemble
 from nbtoolkit.errors import CheckpointError, FoldError, MissingExtra
 from nbtoolkit.folds.folds import Folds

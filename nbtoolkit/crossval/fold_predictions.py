@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import math
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from nbtoolkit.config import reads
-from nbtoolkit.crossval.fold_algorithm import finished_folds, fold_key
 from nbtoolkit.crossval.out_of_fold import as_array
-from nbtoolkit.environment.deadline import check_deadline
+from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
-from nbtoolkit.errors import DeadlinePassed, FoldError
-from nbtoolkit.folds.folds import Folds
-from nbtoolkit.launcher.run_result import result_of
-from nbtoolkit.run.attempts import failed, run_config
+from nbtoolkit.environment.plan import make_plan
+from nbtoolkit.errors import DeadlinePassed, FoldError, PlanError
+from nbtoolkit.host import detect_host
+from nbtoolkit.launcher.launch import submit
+from nbtoolkit.launcher.run_handle import RunHandle
+from nbtoolkit.run.attempts import run_config
 from nbtoolkit.run.checkpoints.weights import load_model
-from nbtoolkit.run.events import Event, FoldChanged
-from nbtoolkit.run.failure import raise_failure
-from nbtoolkit.run.output import Display, choose_screen, find_display
-from nbtoolkit.run.paths import RunPaths, Status
-from nbtoolkit.run.serialization import add_note, unpack_value
-from nbtoolkit.search.algorithm import Search
-from nbtoolkit.search.slots import make_slots
-from nbtoolkit.search.submit import start_search
-from nbtoolkit.search.sweep_result import SearchHandle, TableLines
-from nbtoolkit.study.table import EventTable
+from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
+from nbtoolkit.run.paths import RunPaths, make_folder, write_whole
+from nbtoolkit.run.payload import JobSpec, RunRequest
+from nbtoolkit.run.resume import new_run, write_header
+from nbtoolkit.run.serialization import add_note, pack_value, unpack_value
 from nbtoolkit.text_table import counted
 
 if TYPE_CHECKING:
@@ -72,14 +69,12 @@ class FoldRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Job:
-    """A block of the test set to predict with one model."""
+class _FoldModel:
+    """The model of one fold, to predict with."""
 
     paths: RunPaths
     fold: Fold
     label: str
-    block: tuple[int, int]
-    """The number of the block, and of all blocks."""
 
 
 def predict_mean(
@@ -94,9 +89,9 @@ def predict_mean(
 ) -> Array:
     """Predict a test set with the models of all folds of several cross-validations, and average.
 
-    The predictions are computed in new processes, one per device. For models of ``nb.fit``, the
-    test set is divided into blocks, so that all devices have work until the end. All models have
-    the same weight in the average.
+    The predictions are computed in one launch, which has a rank for each device. With models of
+    ``nb.fit``, each rank predicts a part of the rows with every model. All models have the same
+    weight in the average.
 
     Args:
         results: results of :func:`nbtoolkit.cross_validate`, for example with several seeds. Folds
@@ -104,9 +99,9 @@ def predict_mean(
         test: the test set, in a form that ``predict`` accepts. Without ``predict``: inputs that
             ``nb.predict`` accepts.
         predict: a function ``predict(fold_run, test)`` that returns one row per row of ``test``. It
-            gets a :class:`FoldRun`, and is called once for each fold, in a process that has one
-            device. Default: the prediction of the model that ``nb.fit`` trained, with the weights
-            that ``checkpoint.weights`` names.
+            gets a :class:`FoldRun`, and is called once for each fold, by one rank, which has one
+            device and waits for no other rank. Default: the prediction of the model that ``nb.fit``
+            trained, with the weights that ``checkpoint.weights`` names.
         transform: a function that is applied to the outputs of each model before the average, such
             as ``lambda outputs: outputs.softmax(dim=1)``.
         average: ``"mean"``: the mean of the predictions. ``"ranks"``: each model's predictions are
@@ -125,8 +120,6 @@ def predict_mean(
         Exception: the exception of ``predict`` or of the model, with its own type.
     """
     __tracebackhide__ = True
-    import numpy as np
-
     count = _row_count(test)
     models = [(cv, index) for cv in results for index in _chosen(cv, folds, predict)]
     if not models or count == 0 or average not in ("mean", "ranks", "none"):
@@ -135,126 +128,149 @@ def predict_mean(
             allowed="one result and one row or more; average 'mean', 'ranks' or 'none'",
             do="check the filter that made the test set",
         )
-    path = results[0].paths
-    config = run_config(path).with_overrides(
-        {
-            "tracking": {"mlflow": False, "tensorboard": False},
-            "runtime": {
-                "output_dir": str(path.folder / "predictions"),
-                "pack": False,
-                "time_budget": None,
-            },
-        }
-    )
+    folder = results[0].paths.folder / "predictions"
+    config = _prediction_config(results[0], folder)
     check_deadline(config, uses_reserve=True)
-    screen = choose_screen(display, find_display())
-    slots = make_slots(config, detect_hardware(), "device_per_trial")
-    # A function of the user's gets the whole test set: it may compare its rows.
-    blocks = 1 if predict or count is None else _blocks(len(models), len(slots.slots))
-    jobs = [
-        _Job(
-            paths=cv.run(index),
-            fold=cv.folds[index],
-            label=f"fold {index} of {cv.paths.run_id}",
-            block=(at, blocks),
-        )
-        for cv, index in models
-        for at in range(blocks)
-    ]
-    pairs = tuple((job.fold.train_indices, job.fold.valid_indices) for job in jobs)
-    search = Search(
-        kind="cv",
-        algorithm="nbtoolkit.crossval.fold_algorithm:make_algorithm",
-        folds=Folds("predefined", results[0].folds.n_samples, pairs),  # a fold for each job
-        slots=slots,
-        uses_reserve=True,
+    task = _Prediction(
+        models=[
+            _FoldModel(
+                paths=cv.run(index),
+                fold=cv.folds[index],
+                label=f"fold {index} of {cv.paths.run_id}",
+            )
+            for cv, index in models
+        ],
+        test=test,
+        # A function of the user's gets the whole test set: it may compare its rows.
+        rows=None if predict else count,
+        predict=predict,
+        transform=transform,
     )
-    function = _prediction(jobs, test, count, predict, transform)
-    started = start_search(function, config, search, name="predict", resume="never")
-    paths, cell = started.run.paths, TableLines(_Progress(jobs), screen)
     missing = sum(len(cv.folds) for cv in results) - len(models) if folds is None else 0
     text = f" (folds that are not done, and are left out: {missing})" if missing else ""
-    cell.say(f"predicting with the models of {counted(len(models), 'fold')}{text}")
-    handle = _PredictionHandle(paths, len(jobs), started=started.process, cell=cell)
-    parts = handle.result().parts
+    started = f"predicting with the models of {counted(len(models), 'fold')}{text}"
+    paths, say = _run(task, config, started, display)
+    whole = task.read(paths)
     shutil.rmtree(paths.folder)
-    whole = {
-        jobs[at].label: np.concatenate([parts[at + block] for block in range(blocks)])
-        for at in range(0, len(jobs), blocks)
-        if all(at + block in parts for block in range(blocks))
-    }
     if len(whole) < len(models):
-        cell.say(f"it ended early: {len(whole)} of {len(models)} models have predicted")
+        say(f"it ended early: {len(whole)} of {len(models)} models have predicted")
     return _averaged(whole, count, average)
 
 
-def _prediction(
-    jobs: Sequence[_Job],
-    test: object,
-    count: int | None,
-    predict: Predict | None,
-    transform: Callable[[Any], Any] | None,
-) -> Callable[[Config, RunContext], Array]:
-    """The function that the ranks run; ``ctx.fold.index`` is the number of a job."""
+def _prediction_config(cv: CVResult, folder: Path) -> Config:
+    """The configuration of the folds, for a launch that is neither tracked nor resumed."""
+    config = run_config(cv.paths)
+    overrides: dict[str, Any] = {
+        "tracking": {"mlflow": False, "tensorboard": False},
+        "runtime": {"output_dir": str(folder), "pack": False, "time_budget": None},
+    }
+    if not config.distributed.sharded_by:
+        overrides["distributed"] = {"strategy": "auto"}
+    return config.with_overrides(overrides)
 
-    def predict_block(config: Config, ctx: RunContext) -> Array:
+
+def _run(
+    task: _Prediction, config: Config, started: str, display: Display
+) -> tuple[RunPaths, Callable[[str], None]]:
+    """Launch the predictions, and wait for them, at the latest until the deadline.
+
+    Returns:
+        The run, and what shows a further line below its output.
+    """
+    __tracebackhide__ = True
+    host, hardware = detect_host(), detect_hardware()
+    if host.is_rank:
+        raise PlanError(
+            f"a prediction was started in one rank of several ({host.rank_reason})",
+            allowed="a notebook, a script or the command line, once",
+            do="start it without torchrun: it starts its ranks itself",
+        )
+    screen = choose_screen(display, find_display())
+    plan = make_plan(config, host, hardware)
+    with new_run(config.runtime.output_dir, "predict") as run:
+        header = write_header(run, config, plan, host, task)
+        limit = time_limit(config, uses_reserve=True)
+        job = JobSpec(paths=run.paths, plan=plan, config=config, deadline=limit.deadline)
+        request = RunRequest(
+            job=job, host=host, hardware=hardware, header=header, notes=limit.notes
+        )
+        cell = displays().show(CellOutput(run.paths, display), run.paths, screen)
+        cell.say(started)
+        handle = RunHandle(run.paths, submit(task, request, run, detach=False), cell=cell)
+    left = None if limit.deadline is None else limit.deadline - time.time() + limit.grace
+    try:
+        handle.result(left)
+    except TimeoutError:  # a model that does not look at the time is cut off
+        handle.stop("the time for predictions is used up", grace=0.0)
+        handle.result()
+    return run.paths, cell.say
+
+
+class _Prediction:
+    """What the ranks run: they share the models, or the rows of each model.
+
+    Args:
+        models: the models.
+        test: the test set.
+        rows: its number of rows, if the ranks share them; None: each model predicts all rows.
+        predict: the user's function; None: each fold's own predictor.
+        transform: applied to the outputs.
+    """
+
+    def __init__(
+        self,
+        *,
+        models: Sequence[_FoldModel],
+        test: object,
+        rows: int | None,
+        predict: Predict | None,
+        transform: Callable[[Any], Any] | None,
+    ) -> None:
+        self._models, self._test, self._rows = models, test, rows
+        self._predict, self._transform = predict, transform
+
+    def __call__(self, config: Config, ctx: RunContext) -> None:
+        """Predict this rank's share, and write each part as soon as it is done."""
         reads.note(reads.ALL, "model.*", "data.*")  # the settings are those of the training
-        assert ctx.fold is not None
-        job = jobs[ctx.fold.index]
-        block, blocks = job.block
-        part = test
-        if count is not None and blocks > 1:
-            part = _rows(test, count * block // blocks, count * (block + 1) // blocks)
+        rank, alone = ctx.rank, ctx.alone()
+        make_folder(_parts(ctx.paths), durable=False)
+        share, blocks, numbers = self._test, 1, range(rank, len(self._models), ctx.world_size)
+        if self._rows is not None:
+            blocks = min(ctx.world_size, self._rows)
+            numbers = range(len(self._models) if rank < blocks else 0)
+        if self._rows is not None and blocks > 1:
+            low, high = self._rows * rank // blocks, self._rows * (rank + 1) // blocks
+            share = _rows(self._test, low, high)
+        for number in numbers:
+            outputs = self._outputs(self._models[number], alone, share)
+            file = _parts(ctx.paths) / f"{number:04d}-{rank:04d}-{blocks}.pkl"
+            write_whole(file, pack_value(outputs))
+            alone.raise_if_stopped()
+
+    def _outputs(self, model: _FoldModel, ctx: RunContext, part: object) -> Array:
         try:
-            function = predict or unpack_value(job.paths.predictor)
-            outputs = function(FoldRun(paths=job.paths, fold=job.fold, ctx=ctx), part)
-            return as_array(outputs if transform is None else transform(outputs))
+            predict = self._predict or unpack_value(model.paths.predictor)
+            outputs = predict(FoldRun(paths=model.paths, fold=model.fold, ctx=ctx), part)
+            return as_array(outputs if self._transform is None else self._transform(outputs))
         except Exception as error:
-            add_note(error, f"[nbtoolkit] in the prediction of {job.label}")
+            add_note(error, f"[nbtoolkit] in the prediction of {model.label}")
             raise
 
-    return predict_block
+    def read(self, paths: RunPaths) -> dict[str, Array]:
+        """The predictions of each model that has predicted all rows, by its label."""
+        import numpy as np
+
+        whole: dict[str, Array] = {}
+        for number, model in enumerate(self._models):
+            files = sorted(_parts(paths).glob(f"{number:04d}-*.pkl"))
+            if files and len(files) == int(files[0].stem.rpartition("-")[2]):
+                whole[model.label] = np.concatenate([unpack_value(file) for file in files])
+        return whole
 
 
-@dataclass(frozen=True)
-class _Predicted:
-    """How the predictions ended, and those of each finished job."""
-
-    status: Status
-    parts: dict[int, Array]
-
-
-class _PredictionHandle(SearchHandle[_Predicted]):
-    """Waits for predictions."""
-
-    def __init__(self, paths: RunPaths, jobs: int, **options: Any) -> None:
-        self._runs = [RunPaths(paths.folder / fold_key(job)) for job in range(jobs)]
-        super().__init__(paths, self._predicted, **options)
-
-    def _predicted(self, paths: RunPaths) -> _Predicted:
-        finished = finished_folds(paths.folder, len(self._runs))
-        parts = {job: unpack_value(self._runs[job].value(0)) for job in finished}
-        return _Predicted(cast("Status", result_of(paths, "prediction").status), parts)
-
-    def _outcome(self) -> Any:
-        __tracebackhide__ = True
-        for run in self._runs if failed(self.paths) else ():
-            if run.error_pickle.exists():
-                raise_failure(run)
-        return super()._outcome()
-
-
-class _Progress(EventTable):
-    """The progress of a prediction in one line."""
-
-    def __init__(self, jobs: Sequence[_Job]) -> None:
-        self._jobs, self._done = jobs, 0
-
-    def update(self, event: Event) -> None:
-        self._done += isinstance(event, FoldChanged) and event.state == "complete"
-
-    def summary(self, now: float | None = None) -> str:
-        return f"{self._done} of {len(self._jobs)} predictions"
+def _parts(paths: RunPaths) -> Path:
+    """The folder of what the ranks have predicted."""
+    return paths.folder / "parts"
 
 
 def _chosen(cv: CVResult, folds: Sequence[int] | None, predict: Predict | None) -> list[int]:
@@ -277,13 +293,6 @@ def _chosen(cv: CVResult, folds: Sequence[int] | None, predict: Predict | None) 
             do="cv.predict(test, predict=f), with f(fold_run, test) -> one row per row of test",
         )
     return chosen
-
-
-def _blocks(models: int, slots: int) -> int:
-    """Blocks per model, up to 4, with which the slots are busy until the end."""
-    return min(
-        range(1, 5), key=lambda blocks: (math.ceil(models * blocks / slots) / blocks, blocks)
-    )
 
 
 def _averaged(predictions: Mapping[str, Array], count: int | None, average: Average) -> Array:

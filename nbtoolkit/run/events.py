@@ -220,7 +220,7 @@ class FoldChanged(Event, type="fold"):
 class CommandReceived(Event, type="command"):
     """A search has a command from a handle; ``n``: trials to add, or the trial to stop."""
 
-    op: Literal["pause", "resume", "stop", "add_trials", "stop_trial"]
+    op: Literal["pause", "resume", "add_trials", "stop_trial"]
     n: int | None = None
 
 

@@ -154,10 +154,16 @@ class Identity:
     @classmethod
     def of(cls, settings: Mapping[str, object], train: Callable[..., Any]) -> Identity:
         """Return the identity of a run of ``train`` with the resolved configuration, as a dict."""
+        return cls.of_parts(function_name(train), settings, code_of(train))
+
+    @classmethod
+    def of_parts(
+        cls, function: str, settings: Mapping[str, object], code: dict[str, str]
+    ) -> Identity:
+        """Return the identity of a run whose function is known by its name and its code only."""
         flat = flat_settings(settings)
         kept = {key: value for key, value in flat.items() if decides_result(key, settings)}
-        text = json.dumps(kept, sort_keys=True, default=str)
-        return cls(function_name(train), text, code_of(train))
+        return cls(function, json.dumps(kept, sort_keys=True, default=str), code)
 
     @property
     def hash(self) -> str:

@@ -244,7 +244,7 @@ class StopRequest(KernelRequest):
 class SearchCommand(KernelRequest):
     """A command to a search; ``n``: the number of trials to add, or the trial to stop."""
 
-    op: Literal["pause", "resume", "stop", "add_trials", "stop_trial"]
+    op: Literal["pause", "resume", "add_trials", "stop_trial"]
     n: int | None = None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -11,16 +10,18 @@ from nbtoolkit.environment.grace import STOP_GRACE
 from nbtoolkit.environment.plan import Evidence, make_plan
 from nbtoolkit.launcher.outcome import Finished, OutOfMemory, error_of
 from nbtoolkit.launcher.supervisor import JobMessage, Report, RunSupervisor
-from nbtoolkit.launcher.worker_group import Spawner
+from nbtoolkit.launcher.worker_group import Spawner, WorkerGroup
+from nbtoolkit.run import messages
 from nbtoolkit.run.attempts import readable_first_event
+from nbtoolkit.run.events import MetricsReported
 from nbtoolkit.run.paths import RunPaths, make_folder, write_whole
 from nbtoolkit.run.payload import JobSpec, RunRequest
 from nbtoolkit.run.serialization import PackedError, one_line
-from nbtoolkit.search.algorithm import (
+from nbtoolkit.search.pool import (
     Fault,
+    JobReported,
     JobResult,
     JobStatus,
-    SearchAlgorithm,
     SearchJob,
     SearchRequest,
 )
@@ -43,25 +44,19 @@ class JobRunner(RunSupervisor):
         slot: its slot.
         search: the search it belongs to.
         spawner: starts worker groups.
-        algorithm: judges the job's reports.
-        tell: receives what the job says about files, metrics and settings.
+
+    Attributes:
+        news: what the job has reported, and has said about files, metrics and settings; the pool
+            takes it.
 
     Raises:
         NbtoolkitError: the job's configuration or plan is invalid.
     """
 
-    def __init__(
-        self,
-        job: SearchJob,
-        slot: Slot,
-        search: SearchRequest,
-        spawner: Spawner,
-        algorithm: SearchAlgorithm,
-        tell: Callable[[SearchJob, JobMessage], None],
-    ) -> None:
+    def __init__(self, job: SearchJob, slot: Slot, search: SearchRequest, spawner: Spawner) -> None:
         self.job, self.slot = job, slot
-        self._algorithm = algorithm
-        self._tell = tell
+        self.news: list[JobReported | JobMessage] = []
+        self._reporting: WorkerGroup | None = None
         self._job_started = time.monotonic()
         self._fault: tuple[Fault, str] | None = None
         request = job_request(job, slot, search)
@@ -97,13 +92,29 @@ class JobRunner(RunSupervisor):
     def _seconds(self) -> float:
         return time.monotonic() - self._job_started
 
+    def answer(self) -> None:
+        """Let ranks that have reported continue, or leave if the job was stopped since."""
+        group, self._reporting = self._reporting, None
+        if group is not None:
+            super()._answer_if_all_ask(group)
+
+    def _answer_if_all_ask(self, group: WorkerGroup) -> None:
+        """Answer the ranks, but for a report: it waits for :meth:`answer`."""
+        reports = [each.asking for each in group.ranks]
+        first = reports[0]
+        if all(isinstance(report, messages.ReportRequest) for report in reports):
+            assert isinstance(first, messages.ReportRequest)
+            self._reporting = group
+            self.news.append(JobReported(self.job, first.values, first.step))
+        else:
+            super()._answer_if_all_ask(group)
+
     def _on_job_message(self, message: JobMessage) -> None:
-        self._tell(self.job, message)
+        self.news.append(message)
 
     def _on_report(self, report: Report) -> None:
-        status = self._algorithm.on_report(self.job, report.values, report.step)
-        if status is not None:
-            self.record.request_stop(status, "judged by what it reported")
+        if isinstance(report, MetricsReported):  # the ranks did not wait for an answer
+            self.news.append(JobReported(self.job, report.values, report.step))
 
     def _check_limits(self) -> None:
         """Stop the job at its time limit, or if it has a single rank and that one does nothing.

@@ -1,13 +1,12 @@
-"""Schedule the jobs of one search on its slots, in a process of its own.
+"""Own one search in a process of its own: run its jobs on the slots of this machine.
 
 The scheduler is to a search what the supervisor is to a run. It never imports user code and never
-computes. The search algorithm decides which job runs next and what each result means.
+computes. The loop of the search decides which job runs next and what each result means.
 """
 
 from __future__ import annotations
 
-import importlib
-import time
+from collections import deque
 from collections.abc import Sequence
 
 from nbtoolkit.errors import NbtoolkitError
@@ -21,23 +20,25 @@ from nbtoolkit.launcher.supervisor_process import (
 )
 from nbtoolkit.launcher.worker_group import ForkServerGone, Spawner
 from nbtoolkit.run import messages
-from nbtoolkit.run.events import CommandReceived
 from nbtoolkit.run.payload import unpack
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.serialization import pack_error
 from nbtoolkit.run.transport import notify_files_changed
-from nbtoolkit.search.algorithm import (
+from nbtoolkit.search.job_runner import JobRunner
+from nbtoolkit.search.pool import (
+    JobEnded,
+    JobReported,
     JobResult,
-    SearchAlgorithm,
+    JobStatus,
+    MetricsNamed,
+    ParametersUnread,
+    Pool,
+    PoolEvent,
     SearchJob,
     SearchRequest,
-    is_of_trial,
+    run_search,
 )
-from nbtoolkit.search.job_runner import JobRunner
-from nbtoolkit.search.slots import Slot, SlotAllocator
-
-PREPARE_AFTER = 0.1
-"""Seconds after a job's start in which no further job is prepared."""
+from nbtoolkit.search.slots import Slot
 
 
 def schedule_search(descriptors: list[int]) -> None:
@@ -49,209 +50,199 @@ def schedule_search(descriptors: list[int]) -> None:
     given = SupervisorDescriptors(*descriptors)
     request = unpack(given.request, SearchRequest)
     with supervising(request.paths, given, request.header) as (loop, spawner):
-        SearchScheduler(request, spawner, loop).run()
+        record = RunRecord(request.paths, deadline=request.deadline)
+        _run(LocalPool(request, record, spawner, loop), record, loop)
 
 
-class SearchScheduler:
-    """Runs one search."""
+def _run(pool: LocalPool, record: RunRecord, loop: EventLoop) -> None:
+    """Run a search, and record its failure if it cannot finish."""
+    try:
+        for level, text in pool.request.notes:
+            record.note(text, level)
+        record.note(pool.request.slots.explain())
+        run_search(pool, record)
+        notify_files_changed(loop.kernel)
+    except KernelGone:
+        pool.abandon()
+        record.note("the kernel is gone: the search was ended, unfinished", level="warning")
+    except ForkServerGone:
+        pool.abandon()
+        record.note("the fork server is gone: the search was ended, unfinished", level="warning")
+        raise
+    except OSError:
+        raise
+    except Exception as error:  # the loop gives up
+        pool.abandon()
+        record.fail(pack_error(error), rank=None, notes=[])
+        notify_files_changed(loop.kernel)
+    finally:
+        pool.abandon()
 
-    def __init__(self, request: SearchRequest, spawner: Spawner, loop: EventLoop) -> None:
-        self._request, self._spawner, self._loop = request, spawner, loop
-        self._record = RunRecord(request.paths, deadline=request.deadline)
-        self._slots = SlotAllocator(request.slots, self._record)
-        self._running: list[JobRunner] = []
-        self._unread: set[str] = set()  # warnings that were given
+
+class LocalPool(Pool):
+    """Runs jobs on the slots of this machine.
+
+    With ``auto`` placement on several devices, a job that runs out of memory on one device runs
+    again on all of them (each holds a part of the batch).
+
+    Args:
+        request: the search.
+        record: its record.
+        spawner: starts the ranks of jobs.
+        loop: waits for the kernel and the ranks.
+    """
+
+    def __init__(
+        self, request: SearchRequest, record: RunRecord, spawner: Spawner, loop: EventLoop
+    ) -> None:
+        super().__init__(request, record)
+        self._spawner, self._loop = spawner, loop
+        self._runners: list[JobRunner] = []
+        self._slots = list(request.slots.slots)  # the free ones
+        self._together = request.slots.together
+        self._too_large: deque[SearchJob] = deque()
+        self._not_started: list[JobEnded] = []
+        self._warned: set[str] = set()
         self._writers: dict[str, str] = {}  # the first job that wrote a file, by path
-        self._shared_files: list[str] = []
-        self._started_at = 0.0  # start of the last job (monotonic)
 
-    def run(self) -> None:
-        """Run the search, and record its failure if it cannot finish."""
+    @property
+    def free(self) -> int:
+        """Number of jobs that can start now; 0 while a job waits for all devices or has them."""
+        alone = any(runner.slot is self._together for runner in self._runners)
+        if alone or self._too_large:
+            return 0
+        # A loop that learns late of jobs that did not start would start too many.
+        return max(len(self._slots) - len(self._not_started), 0)
+
+    def start(self, job: SearchJob) -> None:
+        """Start a job on a free slot."""
+        self.running[job.key] = job
+        self._start_on(self._slots.pop(0), job)
+
+    def stop(self, key: str, reason: str) -> None:
+        """Let a job end as ``"pruned"``, at its last report or at its next one."""
+        for runner in self._runners:
+            if runner.job.key == key:
+                runner.stop(reason, None, "pruned")
+
+    def wait(self) -> list[PoolEvent]:
+        """Answer the reports of the last call, wait for a message, and return what has happened."""
+        for runner in self._runners:
+            runner.answer()
+        requests = self._wait_for_messages()
+        events = self._follow([*requests, *self._requests_in_folder()])
+        for runner in list(self._runners):
+            over = runner.poll()
+            events += self._news(runner)
+            if over:
+                events += self._end(runner)
+        events += self._start_too_large()
+        for ended in self._not_started:
+            del self.running[ended.job.key]
+        events += self._not_started
+        self._not_started = []
+        return events
+
+    def abandon(self) -> None:
+        """Kill all jobs, and write nothing."""
+        for runner in self._runners:
+            runner.abandon()
+        self._runners = []
+
+    def _stop_all(self, reason: str, grace: float | None) -> None:
+        for runner in self._runners:
+            runner.stop(reason, grace, self.leaving or "stopped")
+
+    def _wait_for_messages(self) -> list[messages.KernelRequest]:
+        lines = [line for runner in self._runners for line in runner.lines()]
         try:
-            self._begin()
-            self._complete(self._run_jobs())
-        except KernelGone:
-            self._abandon("the kernel is gone: the search was ended, unfinished")
+            return self._loop.wait(lines, 0.0 if self._not_started else TICK)
         except ForkServerGone:
-            self._abandon("the fork server is gone: the search was ended, unfinished")
-            raise
-        except NbtoolkitError as error:  # the algorithm gives up
-            self._fail(error)
-        except OSError:
-            raise
-        except Exception as error:
-            self._fail(error)
-        finally:
-            self._end_workers()
+            if not self._runners or not all(runner.exiting for runner in self._runners):
+                raise
+            return []
 
-    def _begin(self) -> None:
-        request = self._request
-        for level, text in request.notes:
-            self._record.note(text, level)
-        self._record.note(request.slots.explain())
-        module, _, function = request.search.algorithm.partition(":")
-        make = getattr(importlib.import_module(module), function)
-        self._algorithm: SearchAlgorithm = make(request, self._record)
-        self._record.make_findable()
+    # --- slots ---
 
-    def _run_jobs(self) -> str:
-        """Run jobs until none is left; return the final status."""
-        algorithm = self._algorithm
-        while True:
-            self._check_jobs()
-            self._check_deadline()
-            self._fill_slots()
-            self._prepare_next()
-            over = self._record.leaving is not None or algorithm.done
-            if over and not self._running:
-                early = "deadline" if algorithm.cut_short else "completed"
-                return self._record.leaving or early
-            self._wait()
+    def _start_on(self, slot: Slot, job: SearchJob) -> None:
+        try:
+            self._runners.append(JobRunner(job, slot, self.request, self._spawner))
+        except NbtoolkitError as error:  # the parameters make no valid configuration or plan
+            self._release(slot)
+            text = f"{type(error).__name__}: {error.what}"
+            result = JobResult(status="failed", fault="raised", error=text)
+            self._not_started.append(JobEnded(job, result))
 
-    # --- jobs ---
+    def _release(self, slot: Slot) -> None:
+        if slot is not self._together:
+            self._slots.append(slot)
 
-    def _check_jobs(self) -> None:
-        """Check every job once, and report those that have ended to the algorithm.
+    def _end(self, runner: JobRunner) -> list[JobEnded]:
+        """Free the slot of a job that is over; a job that was too large for it is not over."""
+        job, result = runner.job, runner.result()
+        self._runners.remove(runner)
+        self._release(runner.slot)
+        on_one = self._together is not None and runner.slot is not self._together
+        if result.fault == "oom" and on_one and self.leaving is None:
+            text = f"{job.key} ran out of memory: it runs again on all devices"
+            self._record.note(text, level="warning")
+            self._too_large.append(job)
+            return []
+        del self.running[job.key]
+        return [JobEnded(job, result)]
 
-        A prepared job starts before the report, because the report takes some 10 ms.
-        """
-        ended: list[tuple[SearchJob, JobResult]] = []
-        for runner in list(self._running):
-            if not runner.poll():
-                continue
-            self._running.remove(runner)
-            self._slots.release(runner.slot)
-            result = runner.result()
-            if not self._slots.should_retry(runner.job, runner.slot, result):
-                ended.append((runner.job, result))
-        if ended and all(result.status == "completed" for _, result in ended):
-            self._fill_slots(prepared_only=True)
-        for job, result in ended:
-            self._algorithm.on_end(job, result)
+    def _start_too_large(self) -> list[JobEnded]:
+        """Start a job that is too large for one device once all are free."""
+        if not self._too_large or self._runners:
+            return []
+        if self.leaving is None and self._together is not None:
+            self._start_on(self._together, self._too_large.popleft())
+            return []
+        left = [self.running.pop(job.key) for job in self._too_large]
+        self._too_large.clear()
+        status: JobStatus = "deadline" if self.leaving == "deadline" else "stopped"
+        return [JobEnded(job, JobResult(status=status)) for job in left]
 
-    def _fill_slots(self, *, prepared_only: bool = False) -> None:
-        """Start jobs on the free slots."""
-        if self._record.leaving is not None:
-            return
-        jobs: list[SearchJob] = []
-        while len(jobs) < self._slots.free and (self._algorithm.ready or not prepared_only):
-            job = self._algorithm.next(self._record.seconds_left())
-            if job is None:
-                break
-            jobs.append(job)
-        for job, slot in self._slots.assign(jobs):
-            self._started_at = time.monotonic()
-            try:
-                self._running.append(self._start(job, slot))
-            except NbtoolkitError as error:  # the parameters make no valid configuration or plan
-                self._slots.release(slot)
-                text = f"{type(error).__name__}: {error.what}"
-                self._algorithm.on_end(job, JobResult(status="failed", fault="raised", error=text))
+    # --- what jobs say ---
 
-    def _prepare_next(self) -> None:
-        """Prepare the next job while all slots are busy, but not while jobs start or end."""
-        calm = time.monotonic() - self._started_at > PREPARE_AFTER
-        if calm and self._record.leaving is None and self._running and not self._slots.free:
-            self._algorithm.prepare(len(self._running))
+    def _news(self, runner: JobRunner) -> list[PoolEvent]:
+        """Return what a job has said to the loop, and warn of the rest."""
+        said, runner.news = runner.news, []
+        events: list[PoolEvent] = []
+        for message in said:
+            events += self._from_message(runner.job, message)
+        return events
 
-    def _start(self, job: SearchJob, slot: Slot) -> JobRunner:
-        return JobRunner(job, slot, self._request, self._spawner, self._algorithm, self._on_message)
-
-    def _on_message(self, job: SearchJob, message: JobMessage) -> None:
+    def _from_message(
+        self, job: SearchJob, message: JobReported | JobMessage
+    ) -> Sequence[PoolEvent]:
         match message:
+            case JobReported():
+                return [message]
             case messages.MetricsAnnounced():
-                self._algorithm.on_announcement(
-                    job, message.names, message.stems, message.first_step
-                )
+                return [MetricsNamed(job, message.names, message.stems, message.first_step)]
             case messages.UsageWarning():
-                self._warn_once(job, message.text, message.searched)
+                self._warn_once(message.text)
+                return [ParametersUnread(job, message.searched)] if message.searched else []
             case messages.FilesWritten():
                 self._note_files(job, message.paths)
+        return []
 
-    def _warn_once(self, job: SearchJob, text: str, searched: Sequence[str]) -> None:
+    def _warn_once(self, text: str) -> None:
         """Warn of settings without effect once per search, not once per trial."""
-        if text not in self._unread:
-            self._unread.add(text)
+        if text not in self._warned:
+            self._warned.add(text)
             self._record.note(text, level="warning")
-        if searched:
-            self._algorithm.on_unread(job, searched)
 
     def _note_files(self, job: SearchJob, paths: Sequence[str]) -> None:
         """Warn of the first file that two jobs wrote; the result names all of them."""
         for path in paths:
             first = self._writers.setdefault(path, job.key)
-            if first == job.key or path in self._shared_files:
+            if first == job.key or path in self.shared_files:
                 continue
-            if not self._shared_files:
+            if not self.shared_files:
                 self._record.note(_shared_file(path, first, job.key), level="warning")
-            self._shared_files.append(path)
-
-    # --- requests ---
-
-    def _wait(self) -> None:
-        """Wait for a message, and follow requests."""
-        try:
-            requests = self._loop.wait(
-                [line for runner in self._running for line in runner.lines()], TICK
-            )
-        except ForkServerGone:
-            if not self._running or not all(runner.exiting for runner in self._running):
-                raise
-            requests = []
-        for request in [*requests, *self._requests_in_folder()]:
-            self._follow(request)
-
-    def _requests_in_folder(self) -> list[messages.KernelRequest]:
-        """Read the commands of handles that have no connection to this process."""
-        stop = self._record.stop_requested()
-        return [*([] if stop is None else [stop]), *self._record.commands_requested()]
-
-    def _follow(self, request: messages.KernelRequest) -> None:
-        match request:
-            case messages.StopRequest():
-                self._stop(request.reason, request.grace, request.status)
-            case messages.SearchCommand():
-                self._algorithm.on_command(request)
-                self._record.write(CommandReceived(op=request.op, n=request.n))
-                if request.op == "stop_trial" and request.n is not None:
-                    self._stop_trial(request.n)
-
-    def _stop(self, reason: str, grace: float | None, status: str) -> None:
-        self._record.request_stop(status, reason, grace)
-        self._algorithm.on_command(messages.SearchCommand(op="stop"))
-        for runner in self._running:
-            runner.stop(reason, grace, self._record.leaving or status)
-
-    def _stop_trial(self, number: int) -> None:
-        for runner in self._running:
-            if is_of_trial(runner.job.key, number):
-                runner.stop("a handle asked for this trial's end", None, "stopped")
-
-    def _check_deadline(self) -> None:
-        """At the deadline, let all jobs save and leave; kill those that do not report soon."""
-        if self._record.leaving is None and self._record.decide() is not None:
-            self._stop("the search's time is used up", self._request.grace, "deadline")
-
-    # --- the end ---
-
-    def _complete(self, status: str) -> None:
-        summary = {**self._algorithm.close(status), "shared_files": self._shared_files}
-        self._record.complete(status, 1, summary=summary)
-        notify_files_changed(self._loop.kernel)
-
-    def _fail(self, error: BaseException) -> None:
-        self._end_workers()
-        self._record.fail(pack_error(error), rank=None, notes=[])
-        notify_files_changed(self._loop.kernel)
-
-    def _abandon(self, reason: str) -> None:
-        self._end_workers()
-        self._record.note(reason, level="warning")
-
-    def _end_workers(self) -> None:
-        for runner in self._running:
-            runner.abandon()
-        self._running = []
+            self.shared_files.append(path)
 
 
 def _shared_file(path: str, first: str, second: str) -> str:

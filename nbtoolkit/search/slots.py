@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from nbtoolkit.environment.hardware import Hardware
 from nbtoolkit.errors import PlanError
-from nbtoolkit.search.algorithm import EventWriter, JobResult, SearchJob
 from nbtoolkit.text_table import gib
 
 if TYPE_CHECKING:
@@ -53,7 +50,7 @@ class Slots:
     placement: Literal["device_per_trial", "all_devices_per_trial"]
     why: str
     together: Slot | None = None
-    """With ``auto``: all devices at once, for the last job or for one too large for one device."""
+    """With ``auto``: all devices at once, for a job that is too large for one device."""
 
     def explain(self) -> str:
         """Describe the slots in one sentence."""
@@ -74,8 +71,8 @@ def make_slots(
 
     Jobs on one device each never wait for another rank, so two of them on two devices do more
     than one job on both. ``auto`` therefore gives each job one device, unless there are fewer jobs
-    than devices. The scheduler runs a job on all devices if it is the last one, or if it did not
-    fit into the memory of one device (:class:`SlotAllocator`).
+    than devices. A job that does not fit into the memory of one device runs again on all of them
+    (``search.scheduler.LocalPool``).
 
     Args:
         config: the base configuration.
@@ -150,81 +147,3 @@ def _on_cpus(hardware: Hardware, per_device: int) -> Slots:
     if per_device > 1:
         why += f" (trials_per_device: {per_device} is for GPUs)"
     return Slots(slots=tuple(slots), placement="device_per_trial", why=why)
-
-
-# --- free slots ---
-
-
-class SlotAllocator:
-    """Assigns jobs to free slots.
-
-    With ``auto`` placement on several devices, a job that runs out of memory on one device runs
-    again on all of them (each holds a part of the batch). The last job of a search also gets all
-    devices, unless earlier jobs were slower on all devices than on one.
-
-    Args:
-        slots: the result of :func:`make_slots`.
-        events: receives a note when a job gets all devices.
-    """
-
-    def __init__(self, slots: Slots, events: EventWriter) -> None:
-        self._free: list[Slot] = list(slots.slots)
-        self._count, self._together, self._events = len(slots.slots), slots.together, events
-        self._too_large: deque[SearchJob] = deque()
-        self._seconds: dict[bool, list[float]] = {False: [], True: []}  # by: on all devices
-        self._all_taken = False
-
-    @property
-    def free(self) -> int:
-        """Number of jobs that can start now; 0 while a job waits for all devices."""
-        waiting = self._all_taken or self._too_large
-        return 0 if waiting else len(self._free)
-
-    def assign(self, jobs: list[SearchJob]) -> list[tuple[SearchJob, Slot]]:
-        """Assign slots to new jobs, and all devices to a job that waits for them.
-
-        Args:
-            jobs: at most :attr:`free` jobs.
-        """
-        if self._idle and self._together is not None:
-            if self._too_large:
-                return [(self._too_large.popleft(), self._take_all())]
-            if len(jobs) == 1 and self._is_faster:
-                self._events.note(f"{jobs[0].key} is the last job: it runs on all devices")
-                return [(jobs[0], self._take_all())]
-        return [(job, self._free.pop(0)) for job in jobs]
-
-    def release(self, slot: Slot) -> None:
-        """Free the slot of a job that has ended."""
-        if slot is self._together:
-            self._all_taken = False
-        else:
-            self._free.append(slot)
-
-    def should_retry(self, job: SearchJob, slot: Slot, result: JobResult) -> bool:
-        """Return True if an ended job runs again on all devices; it is queued then."""
-        on_all = slot is self._together
-        if result.status == "completed":
-            self._seconds[on_all].append(result.seconds)
-        if result.fault != "oom" or on_all or self._together is None:
-            return False
-        self._events.note(
-            f"{job.key} ran out of memory: it runs again on all devices", level="warning"
-        )
-        self._too_large.append(job)
-        return True
-
-    @property
-    def _idle(self) -> bool:
-        return not self._all_taken and len(self._free) == self._count
-
-    @property
-    def _is_faster(self) -> bool:
-        """False if jobs on all devices were slower than jobs on one device."""
-        one, together = self._seconds[False], self._seconds[True]
-        return not one or not together or median(together) < median(one)
-
-    def _take_all(self) -> Slot:
-        assert self._together is not None
-        self._all_taken = True
-        return self._together

@@ -48,7 +48,7 @@ from nbtoolkit.run.resume import (
     why_not_resumed,
     write_header,
 )
-from nbtoolkit.search.algorithm import Search, SearchRequest
+from nbtoolkit.search.pool import Search, SearchRequest
 from nbtoolkit.search.slots import make_slots
 
 if TYPE_CHECKING:
@@ -253,17 +253,16 @@ def start_search(
     """
     from nbtoolkit.tracking.tracker import choose_tracking
 
-    check_deadline(config, uses_reserve=search.uses_reserve)
+    check_deadline(config)
     host, tracking = _not_a_rank(search), choose_tracking(config.to_dict()["tracking"])
-    # The devices of other machines (``search.slots``) are not those of a kept calibration.
-    speed = None if search.slots else measured_speed(train, config)
+    speed = measured_speed(train, config)
     evidence: tuple[Evidence, ...] = () if speed is None else (speed,)
     environment, schedule = kernel_environment(), schedule_here.get()
     if schedule is None:
         # It starts while everything here is prepared.
         fork_server(tracking=tracking.on, search=True)
     hardware = detect_hardware()
-    slots = search.slots or make_slots(
+    slots = make_slots(
         config, hardware, search.placement, per_device=search.per_device, jobs=search.jobs
     )
     first = slots.slots[0]
@@ -272,7 +271,7 @@ def start_search(
     with choose_search(train, config, wanted, name, resume) as run:
         header = write_header(run, config, plan, host, train, detached=detach, **wanted.fields())
         budget = {} if search.timeout is None else {"runtime.time_budget": search.timeout}
-        limit = time_limit(config.with_overrides(budget), uses_reserve=search.uses_reserve)
+        limit = time_limit(config.with_overrides(budget))
         request = SearchRequest(
             paths=run.paths,
             config=config,

@@ -26,7 +26,7 @@ from nbtoolkit.launcher.train_function import Train, task_name
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
-from nbtoolkit.search.algorithm import Search
+from nbtoolkit.search.pool import Search
 from nbtoolkit.search.submit import WantedSearch, complete, start_or_submit, unfinished
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, TableLines, read_sweep_config
 from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
@@ -226,7 +226,7 @@ def _search(sweep_config: SweepConfig, folds: Folds | None) -> Search:
     n_trials = sweep_config.budget.n_trials
     return Search(
         kind="sweep",
-        algorithm="nbtoolkit.search.sweep_algorithm:make_algorithm",
+        loop="nbtoolkit.search.loop:run_sweep",
         sweep_config=sweep_config,
         identity={**{k: v for k, v in whole.items() if k not in _NOT_IDENTITY}, "split": split},
         placement=sweep_config.placement,

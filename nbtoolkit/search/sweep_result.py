@@ -148,9 +148,9 @@ class SweepResult:
         recorded = {trial.number for trial in trials if trial.state in ENDED}
         if len(recorded) >= count:
             return events
-        from nbtoolkit.search.study_recorder import trials_in
+        from nbtoolkit.study.study import ended_trials
 
-        ended = trials_in(self.study, self.sweep_config)
+        ended = ended_trials(self.study, self.sweep_config.make_space())
         lost = [trial for trial in ended if trial.number not in recorded]
         return [*events, *(replace(one, best=one.number == self.best_trial) for one in lost)]
 

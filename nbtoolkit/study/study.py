@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import optuna
 from optuna.storages import BaseStorage, JournalStorage
@@ -20,14 +22,24 @@ from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 
 from nbtoolkit.errors import SweepError
+from nbtoolkit.run.events import TrialChanged
 from nbtoolkit.run.paths import reading
-from nbtoolkit.study.samplers import TrialSamplers, make_pruner
+from nbtoolkit.study.samplers import TrialSamplers, Violations, limits_of, make_pruner
 
 if TYPE_CHECKING:
+    from nbtoolkit.folds.folds import Folds
     from nbtoolkit.study.space import Params, Space
     from nbtoolkit.study.sweep_config import SweepConfig
 
 FILE = "study.jsonl"
+_STATES = {
+    TrialState.WAITING: "waiting",
+    TrialState.RUNNING: "running",
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+}
+_FOLD = "fold-"
 _IDENTITY, _PREPARED, IMPORTED, _ADDED = "identity", "prepared", "imported", "added"
 
 
@@ -39,13 +51,14 @@ class SearchStudy:
     ) -> None:
         self.optuna = study
         self._storage = storage
+        self._sweep_config = sweep_config
         self._space = space
         self.imported = int(study.user_attrs.get(IMPORTED, 0))
         """The number of trials from a warm start. They are the first ones, and do not count."""
+        # First trials and a warm start's, which no sampler draws.
         not_drawn = self.imported + len(sweep_config.first_trials)
         self._samplers = TrialSamplers(sweep_config, space, offset=not_drawn)
-        self._trials: dict[int, Trial] = {}
-        self._steps: dict[int, set[int]] = {}
+        self._running: dict[int, Trial] = {}
 
     @property
     def added(self) -> int:
@@ -60,6 +73,81 @@ class SearchStudy:
         """This sweep's own trials by number, with those that wait. They must not be changed."""
         return self.optuna.get_trials(deepcopy=False)[self.imported :]
 
+    def trial(self, number: int) -> FrozenTrial:
+        """A trial. It must not be changed."""
+        return self.optuna.get_trials(deepcopy=False)[number]
+
+    # --- what the trials say ---
+
+    @property
+    def begun(self) -> int:
+        """The number of trials begun, in all sessions."""
+        return sum(trial.state != TrialState.WAITING for trial in self.trials())
+
+    @property
+    def some_ended(self) -> bool:
+        """Whether a trial has ended."""
+        return any(trial.state.is_finished() for trial in self.trials())
+
+    def counts(self) -> Counter[str]:
+        """The number of trials that have ended, by state."""
+        return Counter(state_of(trial) for trial in self.trials() if trial.state.is_finished())
+
+    def best(self) -> list[FrozenTrial]:
+        """The best trial, or the Pareto front of several metrics; empty if there is none."""
+        return best_of(self.trials(), self._sweep_config.directions)
+
+    def last_failure(self) -> str:
+        """The failed trial that has ended last, and why; empty if there is none."""
+        failed = [trial for trial in self.trials() if trial.state == TrialState.FAIL]
+        if not failed:
+            return ""
+        last = max(failed, key=lambda trial: trial.datetime_complete or trial.number)
+        return f"trial {last.number}, {last.user_attrs.get('reason', '')}"
+
+    def scores(self, number: int) -> dict[int, dict[str, float]]:
+        """The metrics of a trial's finished folds, by fold."""
+        notes = self.trial(number).user_attrs
+        folds = [name.removeprefix(_FOLD) for name in notes if name.startswith(_FOLD)]
+        return {int(fold): notes[f"{_FOLD}{fold}"] for fold in sorted(folds, key=int)}
+
+    def reports(self, number: int) -> dict[int, float]:
+        """What a trial has reported, by step."""
+        return dict(self.trial(number).intermediate_values)
+
+    def summary(self) -> dict[str, Any]:
+        """The state of the sweep, for its last event.
+
+        Returns:
+            ``best`` (number of the best trial), ``best_value``, ``best_params``, ``best_folder``,
+            ``front`` (with several metrics), ``infeasible`` (if no trial meets the constraints),
+            ``counts`` by state, ``metrics`` and ``directions``.
+        """
+        best, several = self.best(), len(self._sweep_config.directions) > 1
+        winner = best[0] if best and not several else None
+        return {
+            "metrics": list(self._sweep_config.metrics),
+            "directions": list(self._sweep_config.directions),
+            "counts": dict(self.counts()),
+            "best": None if winner is None else winner.number,
+            "best_value": None if winner is None else winner.value,
+            "best_params": None if winner is None else self._space.decode(winner.params),
+            "best_folder": None if winner is None else folder_of(winner.number),
+            "front": [trial.number for trial in best] if several else None,
+            "infeasible": "" if best else self._violations(),
+        }
+
+    def _violations(self) -> str:
+        """How many trials violate a constraint, and which comes nearest; empty: none."""
+        violations = Violations(limits_of(self._sweep_config))
+        for trial in self.trials():
+            if trial.state == TrialState.COMPLETE and state_of(trial) == "infeasible":
+                notes = trial.user_attrs
+                violations.add(trial.number, notes["reason"], notes["constraints"])
+        return violations.text()
+
+    # --- changes ---
+
     def ask(self) -> tuple[int, Params]:
         """Begin a trial; returns its number, and its parameters as the study holds them."""
         trials = self.optuna.get_trials(deepcopy=False)
@@ -70,13 +158,7 @@ class SearchStudy:
     def resume(self, number: int) -> tuple[int, Params]:
         """Continue a trial that was running when its session died."""
         self._set_sampler(number)
-        number, params = self._suggest(Trial(self.optuna, self._id_of(number)))
-        self._steps[number] = set(self.reports(number))
-        return number, params
-
-    def reports(self, number: int) -> dict[int, float]:
-        """What a running trial has reported, by step."""
-        return dict(self._stored(number).intermediate_values)
+        return self._suggest(Trial(self.optuna, self._id_of(number)))
 
     def report(self, number: int, value: float, step: int | None) -> tuple[int, bool]:
         """Store a report of a running trial; a repeated step is ignored.
@@ -84,11 +166,10 @@ class SearchStudy:
         Returns:
             The step (by default the next one), and whether the pruner ends the trial.
         """
-        trial, steps = self._trials[number], self._steps[number]
+        trial, steps = self._running[number], self.trial(number).intermediate_values
         at = max(steps, default=-1) + 1 if step is None else step
         if at not in steps:
             trial.report(value, at)
-            steps.add(at)
         return at, trial.should_prune()
 
     def tell(
@@ -102,28 +183,27 @@ class SearchStudy:
             values: one for each metric, of a complete trial.
             attrs: user attributes to store with it.
         """
-        trial = self._trials[number]
+        trial = self._running.pop(number)
         for key, value in attrs.items():
             trial.set_user_attr(key, value)
         complete = state == TrialState.COMPLETE
         self.optuna.tell(trial, list(values) if complete else None, state=state)
-        del self._trials[number], self._steps[number]
 
     def constrain(self, number: int, excess: Mapping[str, float]) -> None:
         """Store by how much a trial exceeds each limit (0 or less if it does not)."""
-        trial = self._trials[number]
+        trial = self._running[number]
         trial.set_user_attr("constraints", dict(excess))
         if hasattr(trial, "set_constraint"):  # Optuna 5
             for name, amount in excess.items():
                 trial.set_constraint(name, amount)
 
-    def set_user_attr(self, number: int, key: str, value: object) -> None:
-        """Store a user attribute of a running trial."""
-        self._trials[number].set_user_attr(key, value)
+    def add_fold(self, number: int, fold: int, metrics: Mapping[str, float]) -> None:
+        """Store the metrics of a running trial's finished fold."""
+        self._running[number].set_user_attr(f"{_FOLD}{fold}", dict(metrics))
 
-    def user_attrs(self, number: int) -> Params:
-        """The user attributes of a trial."""
-        return dict(self._stored(number).user_attrs)
+    def add_seconds(self, number: int, seconds: float) -> None:
+        """Store how long a running trial has taken so far, for the session that resumes it."""
+        self._running[number].set_user_attr("seconds", seconds)
 
     def _set_sampler(self, number: int) -> None:
         """Give the trial that begins next a sampler of its own."""
@@ -136,12 +216,112 @@ class SearchStudy:
     def _suggest(self, trial: Trial) -> tuple[int, Params]:
         self._space.suggest(trial)
         number = trial.number
-        self._trials[number], self._steps[number] = trial, set()
+        self._running[number] = trial
         # Read back, so that the trial trains with exactly what is stored.
-        return number, self._space.decode(self._stored(number).params)
+        return number, self._space.decode(self.trial(number).params)
 
-    def _stored(self, number: int) -> FrozenTrial:
-        return self.optuna.get_trials(deepcopy=False)[number]
+
+# --- a trial ---
+
+
+def state_of(trial: FrozenTrial) -> str:
+    """Return a trial's state, as events name it."""
+    excess = trial.user_attrs.get("constraints", {})
+    if trial.state.is_finished() and any(amount > 0 for amount in excess.values()):
+        return "infeasible"
+    return _STATES[trial.state]
+
+
+def best_of(trials: Iterable[FrozenTrial], directions: Sequence[str]) -> list[FrozenTrial]:
+    """Return the best of the trials that are complete and feasible.
+
+    Args:
+        trials: by number.
+        directions: ``"maximize"`` or ``"minimize"`` for each metric.
+
+    Returns:
+        With one metric the best trial, the oldest of equal ones; with several the Pareto front;
+        empty if there is none.
+    """
+    signs = [-1.0 if direction == "maximize" else 1.0 for direction in directions]
+    points = {
+        trial.number: tuple(sign * value for sign, value in zip(signs, trial.values, strict=True))
+        for trial in trials
+        if state_of(trial) == "complete"
+    }
+    best = _front(points) if len(signs) > 1 else sorted(points, key=points.__getitem__)[:1]
+    return [trial for trial in trials if trial.number in best]
+
+
+def _front(points: Mapping[int, tuple[float, ...]]) -> list[int]:
+    """Return the points that no other one beats; lower is better in each value."""
+    return [
+        number
+        for number, point in points.items()
+        if not any(_beats(other, point) for other in points.values())
+    ]
+
+
+def _beats(point: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return point != other and all(a <= b for a, b in zip(point, other, strict=True))
+
+
+def trial_event(
+    trial: FrozenTrial, space: Space, *, best: bool = False, waits: str | None = None
+) -> TrialChanged:
+    """Return the event of a trial's present state: the only one that is made of a trial.
+
+    Args:
+        trial: from the study.
+        space: what is searched.
+        best: it is the best trial so far.
+        waits: why a running trial waits for another session; None: it runs.
+    """
+    state = state_of(trial) if waits is None else "waiting"
+    attrs, values = trial.user_attrs, trial.values or []
+    return TrialChanged(
+        number=trial.number,
+        state=state,
+        params=space.decode(trial.params),
+        value=values[0] if len(values) == 1 else None,
+        values=values,
+        seconds=None if state == "running" else attrs.get("seconds"),
+        reason=attrs.get("reason") if waits is None else waits,
+        folder=folder_of(trial.number),
+        best=best,
+    )
+
+
+def ended_trials(study: optuna.Study, space: Space) -> list[TrialChanged]:
+    """Return the events of a study's trials that have ended, with the times of their ends."""
+    imported = int(study.user_attrs.get(IMPORTED, 0))
+    return [
+        replace(trial_event(trial, space), t=trial.datetime_complete.timestamp())
+        for trial in study.get_trials(deepcopy=False)[imported:]
+        if trial.state.is_finished() and trial.datetime_complete
+    ]
+
+
+def folder_of(number: int) -> str:
+    """Return a trial's folder, relative to the sweep's."""
+    return f"trials/{number:04d}"
+
+
+# --- opening ---
+
+
+def identity_of(sweep_config: SweepConfig, folds: Folds | None) -> dict[str, Any]:
+    """Return what must not change when a study is resumed."""
+    space = {f"space.{name}": one for name, one in sweep_config.make_space().to_dict().items()}
+    return {
+        **space,
+        "metric": list(sweep_config.metrics),
+        "direction": list(sweep_config.directions),
+        "value": sweep_config.study.trial_value,
+        "constraints": sweep_config.constraints.to_dict(),
+        "seed": sweep_config.study.seed,
+        "folds": None if folds is None else folds.hash,
+    }
 
 
 def open_study(

@@ -11,7 +11,7 @@ from statistics import median_low
 from typing import Any
 
 from nbtoolkit.crossval.cv_result import FoldTable
-from nbtoolkit.crossval.fold_algorithm import FOLDS_FILE, fold_key
+from nbtoolkit.crossval.fold_loop import FOLDS_FILE, fold_key
 from nbtoolkit.errors import RunFileError, SweepError
 from nbtoolkit.run import events
 from nbtoolkit.run.attempts import kind_of, opening_event

@@ -94,6 +94,35 @@ class SupervisorChannel:
         return stop
 
 
+class AloneChannel:
+    """A rank of several that works by itself: no question waits for the other ranks.
+
+    Args:
+        channel: the rank's channel.
+        ends: the deadline on the monotonic clock; None: no limit.
+    """
+
+    async_reports = False
+
+    def __init__(self, channel: Channel, ends: float | None) -> None:
+        self._channel, self._ends = channel, ends
+
+    def send(self, message: messages.Statement) -> None:
+        """See :class:`Channel`."""
+        self._channel.send(message)
+
+    def ask(self, question: messages.Question) -> messages.Reply:
+        """See :class:`Channel`; answered here."""
+        reserve = question.reserve if isinstance(question, messages.StopCheck) else 0.0
+        if self._ends is not None and time.monotonic() + reserve >= self._ends:
+            return messages.Answer(leave="deadline")
+        return messages.Answer(leave="stopped" if self.stop_pending() else None)
+
+    def stop_pending(self) -> bool:
+        """See :class:`Channel`."""
+        return self._channel.stop_pending()
+
+
 class RecordChannel:
     """A rank that keeps the record itself: ``start="inline"``, or rank 0 of a torchrun job."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import re
@@ -21,7 +22,7 @@ from nbtoolkit.run.checkpoints.checkpoint_store import State, read_state, write_
 from nbtoolkit.run.events import CheckpointSaved, MetricsLogged, MetricsReported, NoteAdded
 from nbtoolkit.run.paths import exclusive
 from nbtoolkit.run.rank_check import track_optimizers
-from nbtoolkit.worker.channel import Channel
+from nbtoolkit.worker.channel import AloneChannel, Channel
 from nbtoolkit.worker.metric_values import as_step, numbers_and_step
 from nbtoolkit.worker.watch import Watch
 
@@ -139,6 +140,20 @@ class RunContext:
 
             self._accelerator = make_accelerator(self)
         return self._accelerator
+
+    def alone(self) -> RunContext:
+        """Return the context of this rank for work that it does by itself, as the only rank.
+
+        The calls of this context wait for no other rank. A stop ends its work on rank 0, and the
+        deadline on every rank, at the next check.
+        """
+        if self.world_size == 1:
+            return self
+        alone = copy.copy(self)
+        alone._rank = 0
+        alone.world_size = 1
+        alone._channel = AloneChannel(self._channel, self._ends)
+        return alone
 
     def print(self, *values: object, **options: Any) -> None:
         """Call ``print`` on rank 0; the other ranks print nothing."""

@@ -18,7 +18,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import nbtoolkit as nb
-from nbtoolkit.crossval.fold_predictions import _blocks
 from nbtoolkit.errors import DeadlinePassed, FitError, FoldError
 
 X = torch.randn(90, 6, generator=torch.Generator().manual_seed(0))
@@ -122,6 +121,29 @@ def test_seeds_are_averaged_too(
     single = [cv.predict(TEST, display="off") for cv in (fitted, other)]
     assert not np.allclose(*single)
     np.testing.assert_allclose(both, np.mean(single, axis=0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.long
+def test_ranks_share_the_rows_of_models_of_fit_and_the_folds_of_a_function(tmp_path: Path) -> None:
+    two = settings(tmp_path, distributed={"enabled": True, "world_size": 2})
+    cv = nb.cross_validate(fits, two, FOLDS, display="off")
+    with torch.no_grad():
+        outputs = torch.stack([model(TEST) for model in cv.models(make_model())])
+    found = cv.predict(TEST, display="off")
+    np.testing.assert_allclose(found, outputs.mean(dim=0).numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(cv.predict(TEST[:1], display="off"), found[:1], rtol=1e-5)
+
+    def by_hand(run: nb.FoldRun, test: Any) -> Any:
+        run.ctx.raise_if_stopped()  # the other rank does not make this call
+        assert (run.ctx.world_size, len(test)) == (1, 41)
+        rows = nb.predict(run.ctx, run.load_into(make_model()), test)
+        return torch.cat([rows, torch.full((41, 1), os.getpid())], dim=1)
+
+    rows = cv.predict(TEST, predict=by_hand, average="none", display="off")
+    np.testing.assert_allclose(rows[:, :, :3], outputs.numpy(), rtol=1e-5, atol=1e-6)
+    first, second, third = [set(model[:, 3]) for model in rows]
+    assert first == third
+    assert len(first | second) == 2
 
 
 # --- functions of the user's ---
@@ -311,9 +333,14 @@ def test_after_a_deadline_the_folds_that_are_done_predict(
     assert "it ended early: 1 of 2 models have predicted" in capfd.readouterr().out
     with pytest.raises(DeadlinePassed, match=r"the notebook's deadline, .* ago: nothing new"):
         cv.predict(np.ones(4), predict=slow)
+    # A function that does not look at the time is cut off.
+    nb.set_deadline(4, reserve=0.1)
+    began = time.monotonic()
 
+    def stuck(run: nb.FoldRun, test: Any) -> Any:
+        time.sleep(600 * run.fold.index)
+        return test
 
-def test_blocks_keep_all_slots_busy() -> None:
-    assert [_blocks(models, 2) for models in (1, 2, 3, 4, 5)] == [2, 1, 2, 1, 2]
-    assert [_blocks(models, 4) for models in (1, 3, 4, 5, 6)] == [4, 4, 1, 4, 2]
-    assert _blocks(5, 1) == 1
+    np.testing.assert_allclose(cv.predict(np.ones(4), predict=stuck), 1.0)
+    assert time.monotonic() - began < 60
+    assert "it ended early: 1 of 2 models have predicted" in capfd.readouterr().out

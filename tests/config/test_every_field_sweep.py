@@ -16,7 +16,7 @@ from searches import LR, Fake, algorithm, drive
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import SpaceError, SweepError
-from nbtoolkit.search.algorithm import JobResult, SearchJob
+from nbtoolkit.search.pool import JobResult, SearchJob
 from nbtoolkit.search.slots import make_slots
 from nbtoolkit.search.sweep import configured_folds
 from nbtoolkit.study.study import FILE, read_study
@@ -46,7 +46,7 @@ class Searched:
         self.error = ""
         try:
             self.jobs = drive(self.made, fake or Fake(metrics), **drive_)
-            self.summary = self.made.close("completed")
+            self.summary = self.made.end().summary
         except SweepError as error:
             self.error = str(error)
         self._folder = folder

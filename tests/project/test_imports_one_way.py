@@ -80,8 +80,8 @@ KERNEL = [
     "tasks.digits",
     "training.fit",
     # The fork server loads these two, and everything is forked from it.
-    "search.sweep_algorithm",
-    "crossval.fold_algorithm",
+    "search.scheduler",
+    "crossval.fold_loop",
 ]
 HEAVY = {
     "torch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from kernels import SECONDS
 import nbtoolkit as nb
 from nbtoolkit import errors
 from nbtoolkit.environment.hardware import Device, Hardware, detect_hardware
-from nbtoolkit.run.events import Event
-from nbtoolkit.search.algorithm import JobResult, Search, SearchJob
-from nbtoolkit.search.slots import Slot, SlotAllocator, Slots, make_slots
+from nbtoolkit.search import submit
+from nbtoolkit.search.pool import Search
+from nbtoolkit.search.slots import Slot, Slots, make_slots
 from nbtoolkit.search.submit import start_search
 from nbtoolkit.search.sweep_result import SweepResult
 from nbtoolkit.study.sweep_config import SweepConfig
@@ -93,74 +94,24 @@ def test_a_trial_on_one_device_runs_with_any_strategy_of_the_run(
         assert (plan.strategy, plan.processes) == ("single", 1)
 
 
-# --- what is seen changes what auto does ---
+# --- jobs that are too large ---
 
 
-class Notes:
-    """An event log that keeps its notes."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def write(self, event: Event) -> None:
-        """Nothing that these tests ask for."""
-
-    def note(self, text: str, level: str = "info") -> None:
-        self.texts.append(text)
-
-
-def room(config: nb.Config) -> tuple[SlotAllocator, Notes]:
-    notes = Notes()
-    return SlotAllocator(make_slots(config, KAGGLE), notes), notes
-
-
-def named(places: list[tuple[SearchJob, Slot]]) -> list[tuple[str, str]]:
-    return [(job.key, slot.name) for job, slot in places]
-
-
-A, B = SearchJob(key="a"), SearchJob(key="b")
-OOM = JobResult(status="failed", fault="oom")
-
-
-def test_the_only_job_left_gets_all_devices_unless_they_were_slower(config: nb.Config) -> None:
-    one, notes = room(config)
-    ((_, slot),) = one.assign([A])
-    assert (slot.name, one.free) == ("all devices", 0)
-    assert "is the last job" in notes.texts[0]
-    one.release(slot)
-    assert not one.should_retry(A, slot, JobResult(status="completed", seconds=9.0))
-    places = one.assign([A, B])
-    assert named(places) == [("a", "cuda:0"), ("b", "cuda:1")]
-    for job, slot in places:
-        one.release(slot)
-        assert not one.should_retry(job, slot, JobResult(status="completed", seconds=5.0))
-    assert named(one.assign([A])) == [("a", "cuda:0")]
-
-
-def test_a_job_too_large_for_one_device_gets_all_of_them_once(config: nb.Config) -> None:
-    one, notes = room(config)
-    (a, first), (b, second) = one.assign([A, B])
-    one.release(first)
-    assert one.should_retry(a, first, OOM)
-    assert (one.free, one.assign([])) == (0, [])  # the other device is still taken
-    one.release(second)
-    assert not one.should_retry(b, second, JobResult(status="completed"))
-    (again,) = one.assign([])
-    assert named([again]) == [("a", "all devices")]
-    assert "ran out of memory: it runs again on all devices" in notes.texts[0]
-    one.release(again[1])
-    assert not one.should_retry(a, again[1], OOM)
-    assert one.free == 2
-
-
-def needs_two(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
-    """A trial that fits into the memory of two devices only."""
-    if ctx.world_size == 1 and ctx.params["data.large"]:
+def needs_ranks(config: nb.Config, ctx: nb.RunContext) -> dict[str, float]:
+    """A trial that fits into the memory of a number of devices."""
+    began = time.time()
+    time.sleep(0.2)
+    if ctx.is_main:
+        with (ctx.paths.folder / "times.txt").open("a") as file:
+            file.write(f"{ctx.world_size} {began} {time.time()}\n")
+    if ctx.world_size < ctx.params["data.ranks"]:
         raise MemoryError("too large")
     return {"val_loss": float(os.getpid())}
 
 
-def test_a_trial_that_is_too_large_runs_on_all_devices(config: nb.Config) -> None:
+def test_a_trial_that_is_too_large_runs_once_on_all_devices_and_alone(
+    config: nb.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hardware = detect_hardware()
     alone = {"distributed.enabled": False, "distributed.world_size": 1}
     both = {"distributed.enabled": True, "distributed.world_size": 2}
@@ -172,15 +123,33 @@ def test_a_trial_that_is_too_large_runs_on_all_devices(config: nb.Config) -> Non
     )
     sweep_config = {
         "study": {"sampler": "grid", "metric": "val_loss", "direction": "minimize"},
-        "space": {"data.large": {"type": "categorical", "choices": [False, True]}},
+        "space": {"data.ranks": {"type": "categorical", "choices": [2, 1, 3, 0]}},
     }
-    program = "nbtoolkit.search.sweep_algorithm:make_algorithm"
     given = SweepConfig.model_validate(sweep_config)
-    search = Search(kind="sweep", algorithm=program, sweep_config=given, slots=slots)
-    started = start_search(needs_two, config, search, name="large")
+    loop = "nbtoolkit.search.loop:run_sweep"
+    monkeypatch.setattr(submit, "make_slots", lambda *_, **__: slots)
+    search = Search(kind="sweep", loop=loop, sweep_config=given)
+    started = start_search(needs_ranks, config, search, name="large")
+    folder = started.run.paths.folder
     handle = nb.SweepHandle(started.run.paths, SweepResult, started=started.process)
     handle.result(timeout=SECONDS)
     states = {e.number: e.state for e in handle.events() if e.type == "trial"}
-    assert states == {0: "complete", 1: "complete"}
+    assert states == {0: "complete", 1: "complete", 2: "infeasible", 3: "complete"}
     notes = [e.text for e in handle.events() if e.type == "note"]
-    assert any("ran out of memory: it runs again on all devices" in text for text in notes)
+    again = "ran out of memory: it runs again on all devices"
+    assert [text for text in notes if again in text] == [
+        f"trials/0000 {again}",
+        f"trials/0002 {again}",
+    ]
+    times = [times_of(folder / f"trials/000{number}") for number in range(4)]
+    assert [[ranks for ranks, _, _ in rows] for rows in times] == [[1, 2], [1], [1, 2], [1]]
+    rows = [row for trial in times for row in trial]
+    for ranks, begin, end in rows:
+        others = [row for row in rows if row[1:] != (begin, end)]
+        assert ranks == 1 or all(last < begin or end < first for _, first, last in others)
+
+
+def times_of(trial: Path) -> list[tuple[int, float, float]]:
+    """The ranks, the begin and the end of each run of a trial."""
+    rows = [line.split() for line in (trial / "times.txt").read_text().splitlines()]
+    return [(int(ranks), float(begin), float(end)) for ranks, begin, end in rows]

@@ -18,6 +18,7 @@ from sweeps import begun, finished, sweep_folder
 
 import nbtoolkit as nb
 from nbtoolkit import errors
+from nbtoolkit.study.study import FILE, read_study
 
 pytestmark = pytest.mark.chaos
 
@@ -106,6 +107,31 @@ def test_too_many_failures_end_the_sweep_and_the_same_call_resumes_it(
     result = nb.sweep(train, config, sweep_config, n_trials=8, display="off")
     assert 3 <= list(result.trials["state"]).count("failed") <= 5
     assert len(result.trials) == 8
+
+
+def test_trials_whose_parameters_fit_no_configuration_count_as_failures(
+    config: nb.Config,
+) -> None:
+    # Each value fits the configuration by itself; no two of them fit together.
+    base = {"distributed.timeout": 1800.0, "runtime.hang_timeout": 600.0}
+    space = {"distributed.timeout": [700.0, 701.0], "runtime.hang_timeout": [800.0, 801.0]}
+    sweep_config = {
+        "study": {"sampler": "random", "pruner": "none"},
+        "space": {**SWEEP_CONFIG["space"], **space},
+        "budget": {"max_failures": 2},
+    }
+    with pytest.raises(errors.SweepError, match=r"trials have failed \(\d\); the last: .*timeout"):
+        nb.sweep(
+            functions.takes_its_time,
+            config.with_overrides(base),
+            sweep_config,
+            n_trials=40,
+            display="off",
+        )
+    (folder,) = Path(config.runtime.output_dir).glob("*-sweep-*")
+    states = [trial.state.name for trial in read_study(folder / FILE).trials]
+    assert states == ["FAIL"] * len(states)
+    assert 3 <= len(states) <= 8
 
 
 # --- sessions that die ---

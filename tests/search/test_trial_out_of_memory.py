@@ -14,7 +14,7 @@ from torch import nn
 import nbtoolkit as nb
 from nbtoolkit.run.attempts import newest_plan
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.search.algorithm import JobResult
+from nbtoolkit.search.pool import JobResult
 from nbtoolkit.study.samplers import OUT_OF_MEMORY
 from nbtoolkit.study.study import FILE, read_study
 

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
-from searches import LR, SPACE, Fake, Memory, algorithm, drive
+from searches import LR, SPACE, Fake, Memory, SweepSession, algorithm, drive
 
+from nbtoolkit import load_config
 from nbtoolkit.errors import SweepError
+from nbtoolkit.run.events import RunStarted
 from nbtoolkit.run.messages import SearchCommand
-from nbtoolkit.search.algorithm import JobResult, SearchJob
-from nbtoolkit.search.sweep_algorithm import SweepAlgorithm
+from nbtoolkit.search.pool import JobResult, SearchJob
 from nbtoolkit.study.study import FILE, read_study
 
 TRIAL = ["trials/0000", "trials/0001", "trials/0002", "trials/0003"]
@@ -82,7 +84,7 @@ def test_a_trial_asked_for_ahead_is_the_one_that_would_have_come(
     sampler: str, tmp_path: Path
 ) -> None:
     found = []
-    for ahead in (0, 2):
+    for ahead in (False, True):
         folder = tmp_path / str(ahead)
         folder.mkdir()
         study = {"sampler": sampler, "sampler_options": {}}
@@ -90,9 +92,10 @@ def test_a_trial_asked_for_ahead_is_the_one_that_would_have_come(
         jobs: list[SearchJob] = []
         while (job := made.next(None)) is not None:
             jobs.append(job)
-            for _ in range(3):
-                made.prepare(ahead)
-            assert not (ahead and len(jobs) < 9) or made.ready
+            if ahead:
+                made.prepare()
+            ready = ahead and len(jobs) < {"random": 14, "tpe": 10}[sampler]
+            assert len(stored(folder)) == len(jobs) + ready
             made.on_end(job, JobResult(status="completed", metrics=loss(job, 2), seconds=1.0))
         made.close("completed")
         found.append([job.params for job in jobs])
@@ -105,19 +108,20 @@ def test_nothing_is_asked_ahead_of_what_the_sampler_learns_from(tmp_path: Path) 
     made, _ = algorithm(tmp_path, sweep(9, study=study))
     made.next(None)
     for _ in range(3):
-        made.prepare(9)
+        made.prepare()
     assert len(stored(tmp_path)) == 2
     assert made.next(None) is not None
-    assert not made.ready
+    made.prepare()
+    assert len(stored(tmp_path)) == 2
 
 
 def test_a_trial_asked_for_ahead_comes_first_in_the_next_session(tmp_path: Path) -> None:
     made, _ = algorithm(tmp_path, sweep(3))
     first = made.next(None)
     assert first is not None
-    made.prepare(1)
+    made.prepare()
     made.on_end(first, JobResult(status="completed", metrics=loss(first, 2), seconds=1.0))
-    made.on_command(SearchCommand(op="stop"))
+    made.stop()
     assert made.next(None) is None
     made.close("stopped")
     asked = stored(tmp_path)[1].params["optim.lr"]
@@ -220,7 +224,7 @@ def test_a_metric_that_is_no_number_fails_the_trial(
     assert (trial.state.name, trial.value) == ("FAIL", None)
 
 
-def _end_and_close(made: SweepAlgorithm, ending: JobResult) -> None:
+def _end_and_close(made: SweepSession, ending: JobResult) -> None:
     made.on_end(made.next(None), ending)
     made.close("completed")
 
@@ -392,6 +396,29 @@ def test_another_space_or_other_folds_are_refused(tmp_path: Path) -> None:
         algorithm(tmp_path, sweep(1, study={"seed": 1}))
 
 
+def test_a_trial_has_an_identity_by_its_settings_its_code_and_its_folds(tmp_path: Path) -> None:
+    base = load_config(env=None)
+    source = sweep(2, first_trials=[{"optim.lr": 0.01}, {"optim.lr": 0.02}])
+
+    def identities(name: str, *, code: str = "a", folds: int | None = None, **more: Any) -> Any:
+        folder = tmp_path / name
+        folder.mkdir()
+        header = RunStarted(function="m.train", code={"train": code})
+        made, _ = algorithm(folder, {**source, **more}, folds=folds, header=header, config=base)
+        drive(made, Fake(loss))
+        return [trial.user_attrs["identity"] for trial in stored(folder)]
+
+    first = identities("first")
+    assert len(set(first)) == 2
+    assert identities("again", placement="device_per_trial") == first
+    assert not set(identities("code", code="b")) & set(first)
+    assert not set(identities("folds", folds=2)) & set(first)
+    base = base.with_overrides({"seed": 5})
+    assert not set(identities("seed")) & set(first)
+    base = base.with_overrides({"seed": load_config(env=None).seed, "tracking.mlflow": False})
+    assert identities("tracking") == first
+
+
 # --- folds ---
 
 
@@ -484,7 +511,6 @@ def test_no_trial_starts_that_cannot_end_in_time(tmp_path: Path) -> None:
     jobs = drive(made, Fake(loss, seconds=10.0), left=45.0)
     assert len(jobs) == 3  # 10 s for the winner's refit are kept back
     assert made.done
-    assert made.cut_short
     assert "no more trials start: 15 s are left, 10 s of them reserved" in diary.notes()
     made.close("deadline")
 
@@ -499,8 +525,14 @@ def test_a_sweep_without_a_number_of_trials_is_through_when_its_time_is_up(tmp_p
     made, _ = algorithm(tmp_path, {**sweep(1), "budget": {"timeout": 45}})
     drive(made, Fake(loss, seconds=10.0), left=45.0)
     assert made.done
-    assert not made.cut_short
     made.close("completed")
+
+
+def test_a_sweep_whose_time_was_up_before_its_first_trial_was_cut_off(tmp_path: Path) -> None:
+    source = {**sweep(1), "budget": {"timeout": 45}}
+    made, _ = algorithm(tmp_path, source, deadline=time.time() - 1)
+    assert drive(made, Fake(loss), left=-1.0) == []
+    made.close("deadline")
 
 
 def test_a_sweep_that_the_host_cuts_off_is_to_be_gone_on_with(tmp_path: Path) -> None:
@@ -508,7 +540,6 @@ def test_a_sweep_that_the_host_cuts_off_is_to_be_gone_on_with(tmp_path: Path) ->
     made, _ = algorithm(tmp_path, source, imposed=True)
     drive(made, Fake(loss, seconds=10.0), left=45.0)
     assert made.done
-    assert made.cut_short
     made.close("deadline")
 
 
@@ -544,7 +575,7 @@ def test_a_paused_sweep_starts_nothing_until_it_is_resumed(tmp_path: Path) -> No
 def test_a_stopped_sweep_leaves_its_trials_for_the_next_session(tmp_path: Path) -> None:
     made, diary = algorithm(tmp_path, sweep(3))
     job = made.next(None)
-    made.on_command(SearchCommand(op="stop"))
+    made.stop()
     assert made.next(None) is None
     made.on_end(job, JobResult(status="stopped", metrics={"val_loss": 0.9}, seconds=4.0))
     assert made.done
