@@ -194,7 +194,7 @@ def handle_on_folds(
 def _output(
     paths: RunPaths, folds: int | None, screen: Screen, *, since: float = 0.0
 ) -> RunDisplay:
-    lines = TableLines(FoldTable(name=paths.run_id, folds=folds), screen, since=since)
+    lines = TableLines(FoldTable(folds=folds), screen, since=since)
     return displays().show(lines, paths, screen, folds=folds)
 
 

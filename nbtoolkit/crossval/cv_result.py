@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,12 +12,11 @@ from nbtoolkit.crossval.out_of_fold import assemble
 from nbtoolkit.errors import CheckpointError, FoldError, MissingExtra
 from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.run_result import result_of
-from nbtoolkit.run.events import Event, FoldChanged, RunEnded, RunStarted
+from nbtoolkit.run.events import Event, FoldChanged
 from nbtoolkit.run.output import charts, displays
 from nbtoolkit.run.paths import RunPaths, Status
 from nbtoolkit.run.serialization import unpack_value
 from nbtoolkit.study.table import EventTable, short
-from nbtoolkit.text_table import duration
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,37 +29,14 @@ if TYPE_CHECKING:
 
 
 class FoldTable(EventTable):
-    """A cross-validation as a table, made from its events.
+    """The folds of a cross-validation, made from its events.
 
     Args:
-        name: its name.
         folds: the number of folds; None: unknown.
     """
 
-    def __init__(self, *, name: str = "cross-validation", folds: int | None = None) -> None:
-        self.name = name
+    def __init__(self, *, folds: int | None = None) -> None:
         self.folds = folds
-        self.status = "running"
-        """How it ended, once it has."""
-        self._folds: dict[int, FoldChanged] = {}
-
-    def update(self, event: Event) -> None:
-        """Process one event; those of other types change nothing."""
-        match event:
-            case FoldChanged(number=None):
-                self._folds[event.fold] = event
-            case RunStarted():
-                self.status = "running"
-            case RunEnded():
-                self.status = event.status
-
-    def summary(self, now: float | None = None) -> str:
-        """One line: the number of folds, and the mean and standard deviation of each score."""
-        done = [fold for fold in self._folds.values() if fold.state == "complete"]
-        of = f" of {self.folds}" if self.folds is not None else ""
-        scores = [f"{name} {_spread(self._scores(name))}" for name in self._names()]
-        ended = [self.status] if self.status != "running" else []
-        return f"{self.name}: " + "; ".join([f"{len(done)}{of} folds", *scores, *ended])
 
     def line(self, event: Event) -> str | None:
         """A line of text on a fold that ended; None for every other event."""
@@ -69,31 +44,6 @@ class FoldTable(EventTable):
             return None
         scores = [f"{name} {short(value)}" for name, value in event.metrics.items()]
         return "  ".join([f"fold {event.fold}", event.state, *scores])
-
-    def _columns(self, now: float | None) -> tuple[list[str], list[list[str]]]:
-        names = self._names()
-        rows = [self._row(number, fold, names) for number, fold in sorted(self._folds.items())]
-        return ["fold", "state", *names, "time"], rows
-
-    def _row(self, number: int, fold: FoldChanged, names: Sequence[str]) -> list[str]:
-        values = [short(fold.metrics[name]) if name in fold.metrics else "" for name in names]
-        seconds = "" if fold.seconds is None else duration(fold.seconds)
-        return [str(number), fold.state, *values, seconds]
-
-    def _names(self) -> list[str]:
-        """The names of all scores, in the order in which they came."""
-        return list(dict.fromkeys(name for fold in self._folds.values() for name in fold.metrics))
-
-    def _scores(self, name: str) -> list[float]:
-        """A score of the folds that are done."""
-        done = (fold for fold in self._folds.values() if fold.state == "complete")
-        return [fold.metrics[name] for fold in done if name in fold.metrics]
-
-
-def _spread(scores: Sequence[float]) -> str:
-    if len(scores) < 2:
-        return short(scores[0]) if scores else "-"
-    return f"{short(statistics.fmean(scores))} ± {short(statistics.stdev(scores))}"
 
 
 class CVResult:

@@ -1,17 +1,15 @@
-"""Summarise a sweep from its events, as a table of its best, running and last ended trials."""
+"""Read the trials of a sweep from its events."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from nbtoolkit.run import events
 from nbtoolkit.run.events import Event, TrialChanged
-from nbtoolkit.text_table import duration, html_columns, number, text_columns
+from nbtoolkit.text_table import duration, number
 
 if TYPE_CHECKING:
     from nbtoolkit.study.space import Params
@@ -23,45 +21,23 @@ ENDED = ("complete", "pruned", "failed", "infeasible")
 STOPPED_BY_HAND = "stopped by hand"
 """The reason of a trial that a user has stopped; its state is ``"pruned"``."""
 
-LAST = 5
-"""Trials that ended last, shown below the best and the running ones."""
-
-_MAX_BEST, _MAX_RUNNING, _MAX_PARAMS = 10, 16, 8  # rows and columns
 _MAX_TEXT = 40  # characters of one value
 
 
 class EventTable:
-    """A table made from events, for a cell (HTML) or as text."""
+    """What events have told of trials or folds."""
 
     def update(self, event: Event) -> None:
         """Process one event; those of other types change nothing."""
-
-    def summary(self, now: float | None = None) -> str:
-        """The progress in one line; ``now``: unix seconds."""
-        return ""
 
     def line(self, event: Event) -> str | None:
         """A line of text on a trial or fold that ended; None for every other event."""
         return None
 
-    def _columns(self, now: float | None) -> tuple[list[str], list[list[str]]]:
-        """The header and the rows."""
-        return [], []
-
     def read(self, events: Iterable[Event]) -> None:
         """Process new events, in their order."""
         for event in events:
             self.update(event)
-
-    def text(self, now: float | None = None) -> str:
-        """Summary and table as lines of text."""
-        header, rows = self._columns(now)
-        return self.summary(now) + ("\n" + text_columns(header, rows) if rows else "")
-
-    def html(self, now: float | None = None) -> str:
-        """Summary and table for a cell; all values escaped."""
-        header, rows = self._columns(now)
-        return f"<p>{escape(self.summary(now))}</p>" + (html_columns(header, rows) if rows else "")
 
 
 # --- trials ---
@@ -166,10 +142,9 @@ class BestTrials:
 
 
 class SweepTable(EventTable):
-    """A sweep as a table, made from its events.
+    """The trials of a sweep, made from its events.
 
     Args:
-        name: the study's name.
         metrics: the objectives' names.
         directions: ``"minimize"`` or ``"maximize"`` for each of them.
         n_trials: the number of trials planned; None: as many as the time allows.
@@ -179,13 +154,11 @@ class SweepTable(EventTable):
     def __init__(
         self,
         *,
-        name: str = "sweep",
         metrics: Sequence[str] = ("value",),
         directions: Sequence[str] = ("maximize",),
         n_trials: int | None = None,
         deadline: float | None = None,
     ) -> None:
-        self.name = name
         self.metrics = tuple(metrics)
         self.directions = tuple(directions)
         self.n_trials = n_trials
@@ -193,8 +166,6 @@ class SweepTable(EventTable):
         self.paused = False
         """Whether it starts nothing more until it is resumed."""
         self.trials: dict[int, Trial] = {}
-        self.status = "running"
-        """How the sweep ended, once it has."""
         self._best = BestTrials(directions)
         self._ended: dict[int, Trial] = {}  # in the order in which they ended
         self._added = 0  # trials, by commands
@@ -208,7 +179,7 @@ class SweepTable(EventTable):
 
     def configure(self, sweep_config: SweepConfig) -> None:
         """Use a sweep's configuration; a later session may have another number of trials."""
-        self.name, self.metrics = sweep_config.study.name, sweep_config.metrics
+        self.metrics = sweep_config.metrics
         self.n_trials = sweep_config.budget.n_trials
         if self.n_trials is not None:
             self.n_trials += self._added
@@ -228,9 +199,9 @@ class SweepTable(EventTable):
                     trial.curve.append((float(event.step), float(event.value)))
             case events.RunStarted():
                 self.paused = False
-                self._set_status("running")
+                self._leave_running()
             case events.RunEnded():
-                self._set_status(event.status)
+                self._leave_running()
             case events.TrialChanged():
                 self._update_trial(event)
             case events.FoldChanged(number=int(number)):
@@ -261,7 +232,7 @@ class SweepTable(EventTable):
         trials = (trial for trial in self.trials.values() if trial.state == state)
         return sorted(trials, key=lambda trial: trial.number)
 
-    def last(self, count: int = LAST) -> list[Trial]:
+    def last(self, count: int) -> list[Trial]:
         """The trials that ended last, the latest first."""
         return [*islice(reversed(self._ended.values()), count)]
 
@@ -297,25 +268,6 @@ class SweepTable(EventTable):
         end = now + left / len(running)
         return end if self.deadline is None else min(end, self.deadline)
 
-    def summary(self, now: float | None = None) -> str:
-        """One line: number of trials, their states, the best value, and the estimated end."""
-        of = f" of {self.n_trials}" if self.n_trials is not None else ""
-        states = [state for state in (*ENDED, "running", "waiting") if self.count(state)]
-        parts = [
-            f"{len(self._ended)}{of} trials",
-            ", ".join(f"{self.count(state)} {state}" for state in states),
-        ]
-        if len(self.best) > 1:
-            parts.append(f"{len(self.best)} trials on the front")
-        elif self.best:
-            best = self.best[0]
-            parts.append(f"best {', '.join(self._values(best))} (trial {best.number})")
-        if self.status != "running" or self.paused:
-            parts.append("paused" if self.status == "running" else self.status)
-        elif end := self.ends_at(time.time() if now is None else now):
-            parts.append(f"ends about {time.strftime('%H:%M', time.localtime(end))}")
-        return f"{self.name}: " + "; ".join(part for part in parts if part)
-
     def line(self, event: Event) -> str | None:
         """A line of text on a trial that ended; None for every other event."""
         if not isinstance(event, TrialChanged) or event.state not in ENDED:
@@ -335,9 +287,8 @@ class SweepTable(EventTable):
 
     # --- events ---
 
-    def _set_status(self, status: str) -> None:
+    def _leave_running(self) -> None:
         """Begin or end an attempt: the trials that ran before wait now."""
-        self.status = status
         for trial in self.running:
             trial.state = "waiting"
 
@@ -349,40 +300,8 @@ class SweepTable(EventTable):
             self._ended[trial.number] = trial
         self._best.update(trial, event.best)
 
-    # --- rows ---
-
-    def _columns(self, now: float | None) -> tuple[list[str], list[list[str]]]:
-        now = time.time() if now is None else now
-        shown = [*self.best[:_MAX_BEST], *self.running[:_MAX_RUNNING], *self.last()]
-        shown = list({trial.number: trial for trial in shown}.values())
-        names = list(dict.fromkeys(name for trial in shown for name in trial.params))[:_MAX_PARAMS]
-        header = ["", "trial", "state", *self.metrics, "time", *names]
-        return header, [self._row(trial, names, now) for trial in shown]
-
-    def _row(self, trial: Trial, names: Sequence[str], now: float) -> list[str]:
-        values = [short(value) for value in trial.values] or [_progress(trial)]
-        values += [""] * (len(self.metrics) - len(values))
-        running = max(now - trial.began, 0.0) if trial.state == "running" else None
-        seconds = trial.seconds if running is None else running
-        return [
-            "*" if trial in self.best else "",
-            str(trial.number),
-            trial.label,
-            *values[: len(self.metrics)],
-            "" if seconds is None else duration(seconds),
-            *(short(trial.params[name]) if name in trial.params else "" for name in names),
-        ]
-
 
 def short(value: object) -> str:
     """A value as short text: four digits of a number, the beginning of a long text."""
     text = number(value) if isinstance(value, float) else str(value)
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
-
-
-def _progress(trial: Trial) -> str:
-    """What a trial without a value has reported so far."""
-    if trial.latest is not None:
-        return f"{short(trial.latest)} (step {trial.step})"
-    done = sum(state == "complete" for state in trial.folds.values())
-    return f"{done} folds" if trial.folds else ""

@@ -56,6 +56,7 @@ _SPANS = 40  # of a row of the timeline
 _LOG_RATIO = 20.0  # largest to smallest value, above which a loss has a logarithmic scale
 _TRACEBACK = 8  # lines
 _LOG_LINES = 200
+_ENDED_LOGS = 5  # of trials that ended last
 _LOG_TAIL = 16_000  # bytes read from the end
 _LOG_WIDTH = 300  # characters of a line
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -276,7 +277,8 @@ def log_names(state: State | None) -> dict[str, Path]:
         return {}
     logs: dict[str, Path] = {}
     if isinstance(state.table, SweepTable):
-        for trial in [*state.table.running[::-1], *state.table.waiting, *state.table.last()]:
+        table = state.table
+        for trial in [*table.running[::-1], *table.waiting, *table.last(_ENDED_LOGS)]:
             logs |= _rank_logs(state.trial(trial.number).folder, f"trial {trial.number}, ")
     if state.kind == "cv":
         folders = (path for path in state.paths.folder.glob("folds/*") if path.name.isdecimal())

@@ -180,7 +180,7 @@ def test_steps_count_from_0_for_the_pruner_and_as_the_job_says_for_people(tmp_pa
     made, diary = algorithm(tmp_path, sweep(1))
     job = made.next(None)
     assert job is not None
-    made.on_announcement(job, ["val_loss"], [], 1)  # as nb.fit, whose epochs count from 1
+    made.on_names(job, first_step=1)  # as nb.fit, whose epochs count from 1
     for epoch in (1, 2):
         made.on_report(job, {"val_loss": 0.5}, epoch)
     assert [event.step for event in diary.of("intermediate")] == [1, 2]
