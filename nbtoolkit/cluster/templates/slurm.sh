@@ -23,9 +23,11 @@ set -euo pipefail
 {{setup}}
 # Warnings of NCCL; INFO shows which network each rank takes.
 export NCCL_DEBUG=WARN
-# NCCL takes any interface but the loopback and Docker's bridge, which other machines do not reach.
-# If it takes a slow one, name the fast one, such as ib0.
-export NCCL_SOCKET_IFNAME='^lo,docker0'
+# Between nodes, NCCL takes any interface but the loopback and Docker's bridge, which other machines
+# do not reach. If it takes a slow one, name the fast one, such as ib0.
+if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
+    export NCCL_SOCKET_IFNAME='^lo,docker0'
+fi
 # srun starts the tasks on every node, and sets each task's rank: nbtoolkit reads it. The address of
 # the first node comes from Slurm's list of nodes, which is compressed (n[1-4]) and needs no parsing
 # here. When one rank has failed, srun ends the others, which would wait for it.
