@@ -76,7 +76,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Cell:
+class ColouredCell:
     """A cell of a table that has a colour: a word of it, or a bar behind its text.
 
     Attributes:
@@ -101,7 +101,7 @@ class Table:
     """
 
     header: Sequence[str]
-    rows: Sequence[Sequence[str | Cell]]
+    rows: Sequence[Sequence[str | ColouredCell]]
     titles: Sequence[str] = ()
 
 
@@ -309,7 +309,7 @@ def _table(table: Table) -> str:
     )
 
 
-def _cell(cell: str | Cell, side: str) -> str:
+def _cell(cell: str | ColouredCell, side: str) -> str:
     style = f"text-align:{side};border-bottom:1px solid {_RULE};{_CELL}"
     if isinstance(cell, str):
         return f'<td style="{style}">{escape(cell)}</td>'
@@ -320,7 +320,7 @@ def _cell(cell: str | Cell, side: str) -> str:
     return f'<td style="{style}">{escape(cell.text)}</td>'
 
 
-def _is_number(cell: str | Cell) -> bool:
+def _is_number(cell: str | ColouredCell) -> bool:
     """Whether a cell holds a number, perhaps with a sign, a unit or a deviation."""
     text = cell if isinstance(cell, str) else cell.text
     return text.lstrip("★+- ")[:1].isdigit()
@@ -438,5 +438,5 @@ def _text(part: Part) -> str:
             return "\n".join(filter(None, texts))
 
 
-def _cell_text(cell: str | Cell) -> str:
+def _cell_text(cell: str | ColouredCell) -> str:
     return cell if isinstance(cell, str) else cell.text

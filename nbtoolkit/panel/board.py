@@ -1,4 +1,4 @@
-"""Lay out the panel: the live page, controls above it, and the settings of the next run below."""
+"""Lay out the panel with the live page, controls above it, and the settings of the next run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from nbtoolkit.views.run_cards import log_names
 from nbtoolkit.views.runs import RunEntry
 from nbtoolkit.views.state import State
 from nbtoolkit.views.trial_rows import SHOWS, View, columns, trial_page
-from nbtoolkit.views.watch import DisplayPlace
+from nbtoolkit.views.watcher import DisplayPlace
 
 _SAVED_SECONDS = 10.0  # between two updates of the page for saved notebooks
 

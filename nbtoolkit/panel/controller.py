@@ -29,7 +29,7 @@ from nbtoolkit.views import runs
 from nbtoolkit.views.page import page_html, page_text
 from nbtoolkit.views.state import State, read_state
 from nbtoolkit.views.trial_rows import View
-from nbtoolkit.views.watch import Watcher
+from nbtoolkit.views.watcher import Watcher
 
 if TYPE_CHECKING:
     from nbtoolkit.folds.folds import Folds

@@ -276,7 +276,7 @@ def find_display() -> DisplayFacts:
 
 
 class Displays(Protocol):
-    """The functions of ``nbtoolkit.views.watch``."""
+    """The functions of ``nbtoolkit.views.watcher``."""
 
     def show(
         self,
@@ -297,8 +297,8 @@ class Displays(Protocol):
 
 
 def displays() -> Displays:
-    """``nbtoolkit.views.watch``, imported by name: imports point from views to run."""
-    return cast("Displays", import_module("nbtoolkit.views.watch"))
+    """``nbtoolkit.views.watcher``, imported by name: imports point from views to run."""
+    return cast("Displays", import_module("nbtoolkit.views.watcher"))
 
 
 Curves: TypeAlias = Mapping[tuple[str, str], Mapping[str, list[tuple[float, float]]]]

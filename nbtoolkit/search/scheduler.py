@@ -1,4 +1,4 @@
-"""Own one search in a process of its own: run its jobs on the slots of this machine.
+"""Own one search in a process of its own, and run its jobs on the slots of this machine.
 
 The scheduler is to a search what the supervisor is to a run. It never imports user code and never
 computes. The loop of the search decides which job runs next and what each result means.

@@ -1,4 +1,4 @@
-"""Write and read a bundle: a plain tar file that carries runs from one session to the next.
+"""Write and read a bundle, the plain tar file that carries runs from one session to the next.
 
 Weights do not compress, so a bundle is not compressed. Its comment (a header of the whole file, see
 ``pax_headers``) has the time of packing. Its last member lists what was left out; a bundle without

@@ -1,4 +1,4 @@
-"""Read what there is to unpack: a bundle, or a folder of runs, in one way."""
+"""Read a bundle and a folder of runs in one way, to unpack them."""
 
 from __future__ import annotations
 

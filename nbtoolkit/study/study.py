@@ -80,7 +80,7 @@ class SearchStudy:
     # --- what the trials say ---
 
     @property
-    def begun(self) -> int:
+    def trials_begun(self) -> int:
         """The number of trials begun, in all sessions."""
         return sum(trial.state != TrialState.WAITING for trial in self.trials())
 

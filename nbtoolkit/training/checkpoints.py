@@ -1,4 +1,4 @@
-"""Keep what a resumed fit needs: its progress, the ranks' random state, and the checkpoints.
+"""Keep the progress, the ranks' random state and the checkpoints that a resumed fit needs.
 
 A checkpoint is copied to the CPU when it is due, and written beside the training.
 """

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from nbtoolkit.cards import Card, Text, html
-from nbtoolkit.cards import Table as CardTable
+from nbtoolkit.cards import Card, Table, Text, html
 from nbtoolkit.run.kept_answers import answer_key, answers_file, kept_answer, read_answers
 from nbtoolkit.run.paths import exclusive, write_json
 from nbtoolkit.text_table import text_columns
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from nbtoolkit.views.figure import Chart
 
 
-class Table:
+class MeasuredTable:
     """A table with a line on it: text with ``print``, HTML in a cell."""
 
     def columns(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
@@ -35,7 +34,7 @@ class Table:
         raise NotImplementedError
 
     def _card(self) -> Card:
-        return Card("", [CardTable(*self.columns()), Text(self.why)], span=4)
+        return Card("", [Table(*self.columns()), Text(self.why)], span=4)
 
     def __repr__(self) -> str:
         return f"{text_columns(*self.columns())}\n{self.why}"
@@ -60,7 +59,7 @@ class ShortRun:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class FinderResult(Table):
+class FinderResult(MeasuredTable):
     """The result of a finder.
 
     Attributes:

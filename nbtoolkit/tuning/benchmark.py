@@ -20,7 +20,7 @@ from nbtoolkit.run.output import to_stdout
 from nbtoolkit.run.versions import versions
 from nbtoolkit.tasks.find import find_task
 from nbtoolkit.text_table import counted, duration, number
-from nbtoolkit.tuning.answer import Subject, Table
+from nbtoolkit.tuning.answer import MeasuredTable, Subject
 from nbtoolkit.tuning.benchmark_sections import SECTIONS, Measurement, OutOfTime, Session, measure
 from nbtoolkit.tuning.probe import scratch_folder
 from nbtoolkit.views.figure import Chart, curves_chart
@@ -32,7 +32,7 @@ _VERSIONS = ("nbtoolkit", "python", "torch", "accelerate")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Benchmark(Table):
+class Benchmark(MeasuredTable):
     """The result of a benchmark. A cell shows it as a table, and ``print()`` shows it as text.
 
     Attributes:

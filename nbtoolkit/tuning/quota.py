@@ -17,7 +17,7 @@ from nbtoolkit.errors import RunFileError, TuningError, some_names
 from nbtoolkit.run.events import EventReader, RunStarted
 from nbtoolkit.run.paths import reading
 from nbtoolkit.text_table import counted
-from nbtoolkit.tuning.answer import Table
+from nbtoolkit.tuning.answer import MeasuredTable
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
@@ -53,7 +53,7 @@ class QuotaRow:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Quota(Table):
+class Quota(MeasuredTable):
     """The device-hours of the runs of an output folder, from :func:`quota`."""
 
     rows: tuple[QuotaRow, ...]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nbtoolkit.cards import BEST, ENDED, FAILED, RUNNING, Cell, Table
+from nbtoolkit.cards import BEST, ENDED, FAILED, RUNNING, ColouredCell, Table
 from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import duration, metric_column, number, one_line, param, shortened
 from nbtoolkit.views.state import State
@@ -166,7 +166,7 @@ def trial_page(state: State, chosen: View = EVERYTHING, now: float | None = None
 
 def _rows(
     state: State, trials: Sequence[Trial], names: Sequence[str], now: float
-) -> list[list[str | Cell]]:
+) -> list[list[str | ColouredCell]]:
     """Return the cells of trials; ``names``: of the metrics and parameters."""
     table = state.table
     assert isinstance(table, SweepTable)
@@ -180,9 +180,9 @@ def _rows(
         colour = colour_of(table, trial)
         seconds = max(now - trial.began, 0.0) if trial.state == "running" else trial.seconds
         star = "★ " if trial in table.best else ""
-        row: list[str | Cell] = [
+        row: list[str | ColouredCell] = [
             f"{star}{trial.number}",
-            Cell(state_text(state, trial), colour),
+            ColouredCell(state_text(state, trial), colour),
             *map(_value_cell, texts[index], bars[index], [colour] * len(metrics)),
             *(column[index] for column in deltas),
             "" if seconds is None else duration(seconds),
@@ -192,8 +192,8 @@ def _rows(
     return rows
 
 
-def _value_cell(text: str, bar: float | None, colour: str) -> str | Cell:
-    return text if bar is None else Cell(text, colour, bar)
+def _value_cell(text: str, bar: float | None, colour: str) -> str | ColouredCell:
+    return text if bar is None else ColouredCell(text, colour, bar)
 
 
 def _bars(values: Sequence[float | None], direction: str) -> list[float | None]:

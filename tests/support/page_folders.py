@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterable
 from pathlib import Path
 
-from nbtoolkit.cards import Card, Cell, Part, html
+from nbtoolkit.cards import Card, ColouredCell, Part, html
 from nbtoolkit.config.schema import Config
 from nbtoolkit.run.events import (
     DevicesSampled,
@@ -267,7 +267,7 @@ def part_html(part: Part) -> str:
     return html([Card("", [part])], images=False)
 
 
-def cell_text(cell: str | Cell) -> str:
+def cell_text(cell: str | ColouredCell) -> str:
     """What a cell says."""
     return cell if isinstance(cell, str) else cell.text
 

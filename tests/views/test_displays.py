@@ -28,7 +28,14 @@ from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.views.page import page_html
 from nbtoolkit.views.state import State
 from nbtoolkit.views.text import summary_line
-from nbtoolkit.views.watch import DisplayPlace, LineDisplay, LiveView, PageDisplay, Watcher, static
+from nbtoolkit.views.watcher import (
+    DisplayPlace,
+    LineDisplay,
+    LiveView,
+    PageDisplay,
+    Watcher,
+    static,
+)
 
 
 @pytest.fixture

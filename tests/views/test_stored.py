@@ -20,7 +20,7 @@ from nbtoolkit.study.importance import Importance, ParameterShare
 from nbtoolkit.tuning.learning_rate import LearningRate
 from nbtoolkit.views.page import page_html
 from nbtoolkit.views.state import read_state
-from nbtoolkit.views.watch import static
+from nbtoolkit.views.watcher import static
 
 # What of our pages JupyterLab 4.6.6 lets through: _generateOptions() of
 # packages/apputils/src/sanitizer.ts, checked below against the installed JupyterLab.

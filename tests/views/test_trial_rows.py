@@ -8,7 +8,7 @@ import pytest
 from page_folders import NOON, folder, row_numbers, row_texts, started, sweep
 from run_folders import hold_lock
 
-from nbtoolkit.cards import Cell
+from nbtoolkit.cards import ColouredCell
 from nbtoolkit.run.events import IntermediateReported, TrialChanged
 from nbtoolkit.views.state import State, read_state
 from nbtoolkit.views.trial_rows import (
@@ -141,7 +141,7 @@ def test_a_column_has_equal_decimals_and_a_bar_that_fills_for_the_best(tmp_path:
     state = read_state(sweep(tmp_path).folder)
     assert {len(row[2].partition(".")[2]) for row in row_texts(state)} == {4}
     values = [row[2] for row in trial_page(state).table.rows]
-    bars = [value.bar or 0.0 for value in values if isinstance(value, Cell)]
+    bars = [value.bar or 0.0 for value in values if isinstance(value, ColouredCell)]
     assert len(bars) == len(values)
     assert bars[0] == pytest.approx(1.0)
     assert bars == sorted(bars, reverse=True)
