@@ -570,7 +570,11 @@ class Sweep:
         summary = self._study.summary()
         if summary["infeasible"]:
             self._events.note(summary["infeasible"], "warning")
-        elif status == "completed" and self._study.trials_begun and not summary["counts"].get("complete"):
+        elif (
+            status == "completed"
+            and self._study.trials_begun
+            and not summary["counts"].get("complete")
+        ):
             raise no_value(summary["counts"], self._study.last_failure())
         return SearchEnd(status, summary)
 

@@ -285,14 +285,12 @@ class Resumable:
         progress: the epochs done, and the best one.
         callbacks: the user's.
         sampling: what must be equal for a position in an epoch to mean the same samples.
-        before_save: called on the main rank before a state is taken.
     """
 
     train_step: TrainStep
     progress: TrainState
     callbacks: Callbacks
     sampling: State
-    before_save: Callable[[], object]
 
     def files(self, state: State, random_states: list[RandomState] | None) -> dict[str, State]:
         """Return the state of each file; on the main rank.
@@ -399,13 +397,14 @@ class CheckpointManager(SaveTimes):
             return 0.0
         return 1.0 + 2 * (self._writer.seconds or self._state_bytes / _SLOW_DISK)
 
-    def save(self, fit: Resumable, *, within_epoch: bool) -> None:
+    def save(self, fit: Resumable, before: Callable[[], object], *, within_epoch: bool) -> None:
         """Copy the state of a fit and start to write it; the training waits for the copy only.
 
         All ranks call it. A second call at the same step and epoch writes nothing.
 
         Args:
             fit: what is saved.
+            before: called on the main rank before a state is taken.
             within_epoch: whether the epoch has steps left: only then the states of the random
                 generators are needed.
         """
@@ -424,7 +423,7 @@ class CheckpointManager(SaveTimes):
         self.finish_writing()
         if self._best is None:  # else the state would name a best epoch that is not on disk
             self._position = position
-            fit.before_save()
+            before()
             files = fit.files(train_step.state() if state is None else state, states)
             about = {"epoch": progress.epoch, "taken": progress.taken, "values": progress.values}
             self._writer.put("step", step, self._state_copy.update(files), about)

@@ -239,7 +239,6 @@ class _Training:
                 "seed": ctx.seed,
                 "order": loader.order,
             },
-            before_save=lambda: self._moment("on_save_checkpoint"),
         )
         self._watch = Watch(ctx, checkpoints)
         self._window, self._clock = LossWindow(), StepClock(ctx, train_step.model)
@@ -322,12 +321,12 @@ class _Training:
             checkpoints.keep_best(best, train_step.steps_done, about)
         due = self.done or checkpoints.due_by_epochs(state.epoch)
         if due or strategy.agreed(checkpoints.due_by_time()):
-            checkpoints.save(self._resumable, within_epoch=False)
+            self._save(within_epoch=False)
         try:
             self._ctx.report(values, step=state.epoch)
         except RunStopped as stop:
             if stop.status != "pruned":
-                checkpoints.save(self._resumable, within_epoch=False)
+                self._save(within_epoch=False)
             raise
 
     def finish(self) -> dict[str, float]:
@@ -340,6 +339,13 @@ class _Training:
         train_step.strategy.close()
         self._moment("on_fit_end")
         return state.summary()
+
+    def _save(self, *, within_epoch: bool) -> None:
+        self._checkpoints.save(
+            self._resumable,
+            lambda: self._moment("on_save_checkpoint"),
+            within_epoch=within_epoch,
+        )
 
     def _moment(self, moment: str) -> dict[str, float]:
         """Call the callbacks that have this method; returns the metrics that they add."""
@@ -394,7 +400,7 @@ class _Training:
         """Within an epoch: save a due checkpoint, or stop."""
         decision = self._watch.decision(signal, self._train_step.steps_done)
         if decision.save:
-            self._checkpoints.save(self._resumable, within_epoch=True)
+            self._save(within_epoch=True)
         if decision.status is not None:
             raise RunStopped(decision.status)
 

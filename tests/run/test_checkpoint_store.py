@@ -328,22 +328,8 @@ def test_the_best_weights_are_written_before_their_memory_is_used_again(tmp_path
         assert best.read("model")["weight"].unique().tolist() == [1.0]
 
 
-def test_a_state_is_saved_once(tmp_path: Path) -> None:
-    [ctx] = contexts(tmp_path / "run")
-    made: list[int] = []
-
-    def parts() -> dict[str, dict[str, int]]:
-        made.append(1)
-        return {"model": {"step": 3}}
-
-    with CheckpointManager(ctx, ctx.config) as manager:
-        for epoch in (1, 1, 2):
-            manager.save(parts, 3, {"epoch": epoch})
-    assert len(made) == 2
-
-
 def test_the_one_being_written_needs_space_beside_those_that_are_kept(tmp_path: Path) -> None:
     [ctx] = contexts(tmp_path / "run", checkpoint__keep_last=1)
     state = int(free_space(tmp_path) * 0.6)
     with pytest.raises(CheckpointError, match="1 kept and one being written"):
-        CheckpointManager(ctx, ctx.config).check_space(0, state)
+        CheckpointManager(ctx, ctx.config)._check_space(0, state)
