@@ -178,7 +178,7 @@ def test_no_selection_is_lost_while_a_sweep_runs(
         anna.opens_set_up()
         for label in ("learning rate", "YAML"):
             field = anna.field(label)
-            field.click()
+            field.fill("0.01" if label == "learning rate" else "seed: 1")
             for key in ("Home", "Shift+ArrowRight", "Shift+ArrowRight"):
                 anna.page.keyboard.press(key)
             chosen = anna.page.evaluate(_CHOSEN)

@@ -39,14 +39,14 @@ def test_the_newest_run_is_shown_stopped_and_gone_on_with(home: Path) -> None:
     seen = command(home, "panel", "--once")
     assert seen.returncode == 0
     name = run.name.partition("-")[2]
-    assert f"run {name}: running" in seen.stdout
+    assert f"{name}  ● running" in seen.stdout
     stopped = command(home, "panel", run.name, "--press", "stop")
     assert stopped.returncode == 3
     assert f"run {name}: stopped" in stopped.stdout
     assert "Resume continues it" in stopped.stdout
     again = command(home, "panel", str(run), "--press", "resume", "--once")
     assert again.returncode == 0, again.stderr
-    assert f"run {name}: running" in again.stdout
+    assert f"{name}  ● running" in again.stdout
     assert command(home, "panel", "--press", "stop").returncode == 3
 
 
@@ -57,7 +57,7 @@ def test_a_sweep_is_given_more_trials_and_its_best_is_trained(home: Path) -> Non
     sweep = started(home, "sweep", "space.yaml", *sweep_config, "--trials", "2")
     whole = command(home, "panel", str(sweep))
     assert whole.returncode == 0, whole.stderr
-    assert f"sweep {sweep.name.partition('-')[2]}: completed" in whole.stdout
+    assert f"{sweep.name.partition('-')[2]}  ✓ completed" in whole.stdout
     assert "2/2 trials" in whole.stdout
     late = command(home, "panel", str(sweep), "--press", "pause")
     assert late.returncode == 2

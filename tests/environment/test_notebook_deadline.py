@@ -162,5 +162,5 @@ def test_a_deadline_in_the_second_fold_keeps_the_first(
         "predicting with the models of 1 fold (folds that are not done, and are left out: 2)"
         in capfd.readouterr().out
     )
-    with pytest.raises(nb.errors.FoldError, match=r"'only' lacks out-of-fold predictions: 1 of 3"):
+    with pytest.raises(nb.errors.FoldError, match="'only' has NaN among its predictions"):
         nb.blend({"only": cv}, [0, 1] * 6, metric=lambda y, p: 0.0, direction="maximize")

@@ -494,8 +494,14 @@ def test_mistakes_are_refused_with_what_to_do(tmp_path: Path) -> None:
             r"zero_stage: 3 conflicts with distributed.strategy: ddp(.|\n)*set strategy: fsdp",
         ),
         ({"distributed.zero_stage": 4}, r"zero_stage: 4 is not allowed(.|\n)*1, 2, 3 or null"),
-        ({"distributed.strategy": "pipeline"}, r"a pipeline is a loop of your own(.|\n)*pipeline.md"),
-        ({"distributed.strategy": "local_sgd"}, r"local SGD is a loop of your own(.|\n)*pipeline.md"),
+        (
+            {"distributed.strategy": "pipeline"},
+            r"a pipeline is a loop of your own(.|\n)*pipeline.md",
+        ),
+        (
+            {"distributed.strategy": "local_sgd"},
+            r"local SGD is a loop of your own(.|\n)*pipeline.md",
+        ),
         ({"distributed.local_sgd_steps": 8}, r"is a loop of your own(.|\n)*pipeline.md"),
     ],
 )

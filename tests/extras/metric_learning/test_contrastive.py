@@ -103,4 +103,5 @@ def test_fit_trains_the_same_with_each_loss_on_two_ranks(tmp_path: Path) -> None
     one, two = (nb.launch(fitted, config, processes=n, display="off").value for n in (1, 2))
     for name, weights in one.items():
         assert weights.abs().max() > 1e-3, name
-        torch.testing.assert_close(two[name], weights, atol=1e-6, rtol=1e-6)
+        # Two steps of rounding of a float32: some CPUs add up in another order.
+        torch.testing.assert_close(two[name], weights, atol=3e-6, rtol=3e-6)

@@ -78,7 +78,8 @@ def test_the_shipped_configuration_is_as_good_as_direct_classification(tmp_path:
 @pytest.mark.long
 def test_metrics_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     # At the rates that train fast, a step multiplies differences of rounding by up to ten: after
-    # two epochs of stage 1, weights of 1 and of 2 ranks differ by 1e-8 at 2e-4, by 1e-4 at 2e-3.
+    # two epochs of stage 1, weights of 1 and of 2 ranks differ by 1e-8 at 2e-4, by 1e-4 at 2e-3. On
+    # some CPUs, one of 180 validation images then has another neighbour: 0.0056 of a score.
     config = config_of(tmp_path, epochs=(2, 2), model__finetune=True, optim__name="sgd")
     slow = {"model.stage1.optim.lr": 5e-4, "model.stage2.optim.lr": 2e-3}
     config = config.with_overrides({"optim.momentum": 0.9, **slow})
@@ -86,7 +87,7 @@ def test_metrics_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     names = [name for name, value in one.items() if isinstance(value, float)]
     assert {"val_map", "val_knn", "val_projected_map", "val_loss", "val_accuracy"} <= set(names)
     assert {name: two[name] for name in names} == pytest.approx(
-        {name: one[name] for name in names}, abs=1e-4
+        {name: one[name] for name in names}, abs=0.012
     )
 
 
