@@ -42,7 +42,7 @@ def test_the_newest_run_is_shown_stopped_and_gone_on_with(home: Path) -> None:
     assert f"{name}  ● running" in seen.stdout
     stopped = command(home, "panel", run.name, "--press", "stop")
     assert stopped.returncode == 3
-    assert f"run {name}: stopped" in stopped.stdout
+    assert f"{name}  ■ stopped" in stopped.stdout
     assert "Resume continues it" in stopped.stdout
     again = command(home, "panel", str(run), "--press", "resume", "--once")
     assert again.returncode == 0, again.stderr
