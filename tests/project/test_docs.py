@@ -186,12 +186,14 @@ def shown_output(page: Path) -> Iterator[str]:
 def comparable(line: str) -> str:
     """A line without what differs from run to run: numbers, identifiers, folders, widths."""
     line = re.sub(r"\d{8}T\d{6}-(\w+)-[0-9a-f]{4}", r"ID-\1", line)
+    line = re.sub(r"\b(sweep|crossval)-[0-9a-f]{4}\b", r"\1-#", line)
     line = re.sub(r"\S*/([\w.-]+)", r"\1", line).replace("notebook.py", "page.py")
     return " ".join(re.sub(r"-?\d[\d.]*(e-?\d+)?", "#", line).split())
 
 
 def test_only_what_differs_from_run_to_run_is_left_out_of_the_comparison() -> None:
     assert comparable("trial 3  0.25 s ./notebook.py:7") == comparable("trial 12  1 s /t/page.py:9")
+    assert comparable("sweep-eb92: interrupted") == comparable("sweep-6901: interrupted")
     assert comparable("2 complete") != comparable("2 pruned")
 
 
