@@ -217,14 +217,14 @@ class Sweep:
         if ended or not busy or not calm or self._folds is not None:
             return
         waiting = sum(1 for trial in self._open.values() if trial.waiting)
-        learns = self._study.trials_begun + self._study.imported >= self._learns_from
+        learns = self._study.trials_started + self._study.imported >= self._learns_from
         if waiting < len(self._pool.running) and self._more_to_begin and not learns:
             self._ask()
 
     def _resume_trials(self) -> None:
         """Open the trials that an earlier session left running, with the folds that they lack."""
-        if self._study.trials_begun:
-            self._events.note(f"the study already has {self._study.trials_begun} trials")
+        if self._study.trials_started:
+            self._events.note(f"the study already has {self._study.trials_started} trials")
         self._failed_before = self._study.counts()["failed"]
         for trial in self._study.trials():
             if trial.state == TrialState.COMPLETE:
@@ -256,7 +256,7 @@ class Sweep:
 
     @property
     def _more_to_begin(self) -> bool:
-        return self._total is None or self._study.trials_begun < self._total
+        return self._total is None or self._study.trials_started < self._total
 
     @property
     def _trials_left(self) -> bool:
@@ -572,7 +572,7 @@ class Sweep:
             self._events.note(summary["infeasible"], "warning")
         elif (
             status == "completed"
-            and self._study.trials_begun
+            and self._study.trials_started
             and not summary["counts"].get("complete")
         ):
             raise no_value(summary["counts"], self._study.last_failure())

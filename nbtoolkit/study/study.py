@@ -80,8 +80,8 @@ class SearchStudy:
     # --- what the trials say ---
 
     @property
-    def trials_begun(self) -> int:
-        """The number of trials begun, in all sessions."""
+    def trials_started(self) -> int:
+        """The number of trials started, in all sessions."""
         return sum(trial.state != TrialState.WAITING for trial in self.trials())
 
     @property

@@ -644,7 +644,9 @@ def _schedule_of_function(
     if required_arguments(given) == 2:
         made = given(optimizer, steps)
     else:
-        try:  # 1 is the factor of the first step of most curves
+        # One argument is a step or an optimizer. A function that fails with both shows both
+        # errors, because Python chains the second to the first.
+        try:
             made = given(0)
         except Exception:
             made = given(optimizer)

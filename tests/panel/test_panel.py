@@ -31,7 +31,7 @@ from panels import (
     status,
     stop_trial,
     told,
-    trials_begun,
+    trials_started,
     types,
     walk,
 )
@@ -195,7 +195,7 @@ def test_a_sweep_is_paused_resumed_added_to_and_its_best_is_trained(
 ) -> None:
     panel = opened(panel_functions.until_told, SPACE)
     click(panel, "sweep")
-    until(lambda: trials_begun(panel) == 2, "two trials that report")
+    until(lambda: trials_started(panel) == 2, "two trials that report")
     until(lambda: "rank 0" in str(controller(panel).board.log.options), "their logs")
     assert pressable(panel) == {"pause", "stop", "add_trials"}
     click(panel, "pause")
@@ -210,7 +210,7 @@ def test_a_sweep_is_paused_resumed_added_to_and_its_best_is_trained(
     click(panel, "add_trials")
     until(lambda: status(panel) and controller(panel).state.table.n_trials == 6, "two trials more")
     click(panel, "resume")
-    until(lambda: trials_begun(panel) == 3, "the third trial")
+    until(lambda: trials_started(panel) == 3, "the third trial")
     (home / "end").touch()
     assert ends(panel) == "completed"
     sweep = panel.folder
@@ -233,7 +233,7 @@ def test_a_sweep_is_paused_resumed_added_to_and_its_best_is_trained(
 def test_another_panel_attaches_both_agree_and_both_may_press_stop(opened: Open) -> None:
     one = opened(panel_functions.until_told, SPACE)
     one.press("sweep")
-    until(lambda: trials_begun(one) == 2, "two trials")
+    until(lambda: trials_started(one) == 2, "two trials")
     other = opened(panel_functions.until_told, SPACE)
     assert (other.folder, status(other)) == (one.folder, "running")  # by itself
     folder = str(one.folder)
@@ -262,7 +262,7 @@ def test_another_panel_attaches_both_agree_and_both_may_press_stop(opened: Open)
 def test_resuming_with_another_function_is_refused_and_said(opened: Open) -> None:
     panel = opened(panel_functions.until_told, SPACE)
     panel.press("sweep")
-    until(lambda: trials_begun(panel) == 2, "two trials")
+    until(lambda: trials_started(panel) == 2, "two trials")
     panel.press("stop")
     assert ends(panel) == "stopped"
     other = opened(panel_functions.reports, SPACE)
@@ -277,7 +277,7 @@ def test_resuming_with_another_function_is_refused_and_said(opened: Open) -> Non
 def test_sweep_says_that_it_continues_an_unfinished_one(opened: Open, home: Path) -> None:
     panel = opened(panel_functions.until_told, SPACE)
     panel.press("sweep")
-    until(lambda: trials_begun(panel) == 2, "two trials")
+    until(lambda: trials_started(panel) == 2, "two trials")
     sweep = panel.folder
     assert sweep is not None
     panel.press("stop")
@@ -315,7 +315,7 @@ def test_a_killed_process_is_told_and_the_sweep_goes_on_from_there(
 ) -> None:
     panel = opened(panel_functions.until_told, SPACE)
     panel.press("sweep")
-    until(lambda: trials_begun(panel) == 2, "two trials")
+    until(lambda: trials_started(panel) == 2, "two trials")
     assert panel.folder is not None
     os.kill(owner_pid(panel.folder), signal.SIGKILL)
     assert ends(panel) == "cut off"

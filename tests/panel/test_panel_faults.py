@@ -29,7 +29,7 @@ from panels import (
     regions,
     status,
     told,
-    trials_begun,
+    trials_started,
     types,
     visible,
 )
@@ -248,7 +248,7 @@ def test_a_killed_rank_of_a_trial_costs_the_trial_and_not_the_sweep(
 ) -> None:
     panel = opened(panel_functions.until_told, SPACE)
     panel.press("sweep")
-    until(lambda: trials_begun(panel) == 2, "two trials")
+    until(lambda: trials_started(panel) == 2, "two trials")
     with pytest.raises(LaunchError, match=r"(?s)trial 77 has already finished.*Allowed: 0, 1"):
         panel.press("stop_trial=77")
     for wrong in ("stop_trial", "stop_trial=-1", "add_trials=0", "add_trials=many"):

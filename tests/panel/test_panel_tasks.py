@@ -12,7 +12,7 @@ import panel_functions
 import pytest
 from kernels import SECONDS, all_gone, until
 from kernels import notebook as jupyter
-from panels import SPACE, Open, click, ends, pressable, region, status, told, trials_begun, types
+from panels import SPACE, Open, click, ends, pressable, region, status, told, trials_started, types
 from records import first_of
 
 import nbtoolkit as nb
@@ -67,7 +67,7 @@ def test_a_sweep_by_name_is_paused_stopped_resumed_by_another_panel_and_its_best
     panel = opened(None, SPACE, task="panel_functions:until_told")
     panel.press("sweep")
     sweep = panel.folder
-    until(lambda: trials_begun(panel) == 2, "two trials")
+    until(lambda: trials_started(panel) == 2, "two trials")
     other = opened(None, SPACE, task="panel_functions:until_told")
     assert other.folder == sweep
     assert pressable(other) == pressable(panel)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from feeds import contexts
+from limits import files_up_to
 
 from nbtoolkit.environment.resources import free_space
 from nbtoolkit.errors import CheckpointError
@@ -180,17 +178,6 @@ def test_pickled_code_in_a_file_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be read: \w*UnpicklingError"):
         read_state(tmp_path / "a")
     assert not (tmp_path / "made").exists()
-
-
-@contextmanager
-def files_up_to(size: int) -> Iterator[None]:
-    """A full disk: the system refuses to let a file grow further."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_leaves_the_last_good_one_and_nothing_half(store: CheckpointStore) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
-import resource
 import shutil
 import signal
 import stat
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import IO
@@ -21,6 +19,7 @@ from typing import IO
 import pytest
 import torch
 from kernels import SECONDS
+from limits import files_up_to
 
 import nbtoolkit as nb
 from nbtoolkit.environment.resources import free_space, read_size, size_text
@@ -275,17 +274,6 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
 def test_a_name_that_is_no_bundles_is_refused(outputs: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"x\.zip is not named like a bundle\n(?s:.*)x\.bundle"):
         nb.pack(tmp_path / "x.zip", source=outputs)
-
-
-@contextmanager
-def files_up_to(size: int) -> Iterator[None]:
-    """A full disk: the system refuses to let a file grow further."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_disk_that_fills_up_meanwhile_leaves_the_bundle_before(

@@ -1,4 +1,4 @@
-"""Real limits of memory for one process, and a model whose memory grows with its batch."""
+"""Real limits of memory and file size for a process; a model whose memory grows with its batch."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ def limit_addresses(megabytes: int) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + megabytes * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+@contextlib.contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """A full disk: the system refuses to let a file grow further."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @contextlib.contextmanager

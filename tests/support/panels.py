@@ -60,7 +60,7 @@ def told(panel: nb.Panel) -> str:
     return str(controller(panel).board.message.value)
 
 
-def trials_begun(panel: nb.Panel) -> int:
+def trials_started(panel: nb.Panel) -> int:
     panel.refresh()
     return len(controller(panel).state.trials)
 
