@@ -17,8 +17,11 @@ from typing import Literal, TypeAlias
 
 from nbtoolkit.text_table import one_line, text_columns
 
-RUNNING, ENDED, BEST, FAILED = "#2a7fc9", "#7d7d7d", "#d55e00", "#dc3a3a"
-"""Colours by state. What is failed also has a sign and a word."""
+# Colours by state. What is failed also has a sign and a word.
+RUNNING = "#2a7fc9"
+ENDED = "#7d7d7d"
+BEST = "#d55e00"
+FAILED = "#dc3a3a"
 
 FONT_SIZE = 11
 """Pixels of the text in a picture that is not scaled."""
@@ -358,7 +361,8 @@ def _image(picture: Picture) -> str:
 
 def svg_file(pictures: Sequence[Picture]) -> str:
     """Return pictures below each other as a file of SVG."""
-    top, parts = 0, []
+    top = 0
+    parts = []
     for picture in pictures:
         width, height = picture.size
         size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'

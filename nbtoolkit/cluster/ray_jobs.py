@@ -179,7 +179,8 @@ class RunDriver:
         from ray.train.torch import TorchTrainer
 
         config = run_config(paths)
-        cluster, ranks = config.cluster, config.cluster.nodes * devices_per_node(config)
+        cluster = config.cluster
+        ranks = config.cluster.nodes * devices_per_node(config)
         each = {"CPU": cluster.cpus_per_device or 1, **({"GPU": 1} if cluster.gpu else {})}
         self._text = f"{ranks} ranks"
         for turn in range(cluster.restarts + 1):

@@ -146,7 +146,8 @@ class RayPool(Pool):
         import ray
 
         super().__init__(request, record)
-        self._driver, self._inbox = driver, inbox
+        self._driver = driver
+        self._inbox = inbox
         self._shared = ray.put(request)
         self._tasks: dict[str, _Task] = {}
         self._unanswered: list[_Report] = []
@@ -161,9 +162,11 @@ class RayPool(Pool):
         """Number of jobs that can start now: the cluster may grow and shrink."""
         import ray
 
-        settings, per_device = self.request.config.cluster, self.request.search.per_device
+        settings = self.request.config.cluster
+        per_device = self.request.search.per_device
         if time.monotonic() - self._sized > _TICK:
-            self._sized, resources = time.monotonic(), ray.cluster_resources()
+            self._sized = time.monotonic()
+            resources = ray.cluster_resources()
             self._capacity = resources.get("CPU", 0) // (settings.cpus_per_device or 1)
             if settings.gpu:
                 self._capacity = min(self._capacity, resources.get("GPU", 0) * per_device)
@@ -173,12 +176,14 @@ class RayPool(Pool):
         """Start a task."""
         import ray
 
-        settings, per_device = self.request.config.cluster, self.request.search.per_device
+        settings = self.request.config.cluster
+        per_device = self.request.search.per_device
         cpus = settings.cpus_per_device or 1
         options = {"num_cpus": cpus, "num_gpus": 1 / per_device if settings.gpu else 0}
         start = ray.remote(run_job).options(max_retries=0, **options)
         task = start.remote(self._shared, job, cpus, self._driver)
-        self.running[job.key], self._tasks[job.key] = job, _Task(task, time.monotonic())
+        self.running[job.key] = job
+        self._tasks[job.key] = _Task(task, time.monotonic())
         task.future().add_done_callback(
             partial(lambda key, task, _: self._inbox.put(_Ended(key, task)), job.key, task)
         )

@@ -140,7 +140,8 @@ def devices_per_node(config: Config) -> int:
     Raises:
         PlanError: they do not follow, or contradict ``distributed.world_size``.
     """
-    nodes, size = config.cluster.nodes, config.distributed.world_size
+    nodes = config.cluster.nodes
+    size = config.distributed.world_size
     devices = config.cluster.devices
     if devices is None and isinstance(size, int) and size % nodes == 0:
         devices = size // nodes
@@ -164,7 +165,8 @@ def devices_per_node(config: Config) -> int:
 
 
 def _size(config: Config) -> dict[str, object]:
-    nodes, devices = config.cluster.nodes, devices_per_node(config)
+    nodes = config.cluster.nodes
+    devices = devices_per_node(config)
     return {"nodes": nodes, "devices": devices, "processes": nodes * devices}
 
 

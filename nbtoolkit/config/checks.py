@@ -69,8 +69,10 @@ _NOT_WITH_SHARDS = (
 
 
 def _rank_conflicts(config: Config) -> Iterator[Conflict]:
-    ranks, size_name = config.distributed, "distributed.world_size"
-    enabled, strategy = "distributed.enabled", "distributed.strategy"
+    ranks = config.distributed
+    size_name = "distributed.world_size"
+    enabled = "distributed.enabled"
+    strategy = "distributed.strategy"
     size = 0 if ranks.world_size == "auto" else ranks.world_size
     if ranks.enabled is False and size > 1:
         yield _clash(config, size_name, enabled)
@@ -106,14 +108,16 @@ def _value(config: Config, name: str) -> object:
 
 
 def _time_conflicts(config: Config) -> Iterator[Conflict]:
-    timeout, hang_timeout = config.distributed.timeout, config.runtime.hang_timeout
+    timeout = config.distributed.timeout
+    hang_timeout = config.runtime.hang_timeout
     if timeout <= hang_timeout:
         yield Conflict(
             f"distributed.timeout ({timeout:g} s) is not above hang_timeout ({hang_timeout:g} s)",
             "raise distributed.timeout: a hang must be detected before the group times out",
             ("distributed.timeout", "runtime.hang_timeout"),
         )
-    limit, margin = config.runtime.session_limit, config.runtime.shutdown_margin
+    limit = config.runtime.session_limit
+    margin = config.runtime.shutdown_margin
     if limit is not None and margin >= limit:
         yield Conflict(
             f"runtime.shutdown_margin ({margin:g} s) leaves no time of session_limit ({limit:g} s)",

@@ -94,7 +94,8 @@ def file_layer(path: str | os.PathLike[str]) -> Layer:
     Raises:
         ConfigError: the file does not exist or cannot be read.
     """
-    wanted, cwd = Path(path).expanduser(), Path.cwd()
+    wanted = Path(path).expanduser()
+    cwd = Path.cwd()
     candidates = list(places_to_look(wanted))
     for file in candidates:
         if file.exists():
@@ -284,7 +285,8 @@ class _Reader:
         self.first_line = 1
         self.places: dict[Keys, str] = {}
         self.mistakes: list[Mistake] = []
-        self._name, self._count = name, 0
+        self._name = name
+        self._count = 0
 
     def read(self, text: str) -> object:
         """Return the document's value; None if it is empty.
@@ -328,8 +330,10 @@ class _Reader:
         for key_node, value_node in node.value:
             if key_node.tag.endswith(":merge"):
                 continue
-            key, line = self._value(key_node, keys), key_node.start_mark.line + 1
-            place, name = f"{self._name}:{line}", str(key)
+            key = self._value(key_node, keys)
+            line = key_node.start_mark.line + 1
+            place = f"{self._name}:{line}"
+            name = str(key)
             if not isinstance(key, str):
                 self._mistake(place, f"the key {key!r} is not a string", f'write "{key}"')
             if name in lines:
@@ -385,7 +389,8 @@ def _parsed(override: str) -> object:
     try:
         return parse_value(value)
     except yaml.YAMLError as error:
-        what, do = f"the value {value!r} is not YAML", "put quotes around a string"
+        what = f"the value {value!r} is not YAML"
+        do = "put quotes around a string"
         raise ConfigError(what, do=do) from error
 
 
@@ -458,7 +463,9 @@ def with_our_names(layer: Layer, model: type[BaseModel]) -> Layer:
         layer: settings as written, in sections or flat at the top level.
         model: has our names.
     """
-    known, places, mistakes = allowed_values(model), dict(layer.places), list(layer.mistakes)
+    known = allowed_values(model)
+    places = dict(layer.places)
+    mistakes = list(layer.mistakes)
     values = {k: dict(v) if isinstance(v, Mapping) else v for k, v in layer.values.items()}
     for keys, place in layer.places.items():
         name = ".".join(keys)
@@ -516,7 +523,9 @@ def mistakes(error: ValidationError, layer: Layer, model: type[BaseModel]) -> li
 
 
 def _unknown(layer: Layer, keys: Keys, model: type[BaseModel]) -> Mistake:
-    dotted, place, sections = ".".join(keys), place_of(layer, keys), list(model.model_fields)
+    dotted = ".".join(keys)
+    place = place_of(layer, keys)
+    sections = list(model.model_fields)
     has_free = set(FREE) <= set(sections)
     known = [*allowed_values(model), *(sections if len(keys) == 1 else ())]
     why, _, do = REFUSALS.get(dotted, REFUSALS.get(keys[-1], "")).partition("; ")
@@ -541,8 +550,10 @@ _FINDERS = {
 
 
 def _invalid(layer: Layer, keys: Keys, model: type[BaseModel], reason: str) -> Mistake:
-    dotted, place = ".".join(keys), place_of(layer, keys)
-    field, value = model.model_fields[keys[0]], layer.values[keys[0]]
+    dotted = ".".join(keys)
+    place = place_of(layer, keys)
+    field = model.model_fields[keys[0]]
+    value = layer.values[keys[0]]
     is_section = dotted in FREE or dotted not in allowed_values(model)
     if len(keys) == 1 and is_section and not isinstance(value, Mapping):
         what = f"'{dotted}' is a section, not {value!r}"
@@ -551,7 +562,8 @@ def _invalid(layer: Layer, keys: Keys, model: type[BaseModel], reason: str) -> M
         return Mistake(place=place, what=f"{dotted}: {reason}", allowed=describe(Free))
     if len(keys) == 2:
         section: Any = field.annotation
-        field, value = section.model_fields[keys[1]], value[keys[1]]
+        field = section.model_fields[keys[1]]
+        value = value[keys[1]]
     default = field.get_default(call_default_factory=True)
     do = f"set one of these, or remove the setting (default: {as_yaml(default)})"
     if value == "auto" and dotted in _FINDERS:

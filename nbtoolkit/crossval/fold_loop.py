@@ -52,13 +52,16 @@ class CrossValidation:
     """
 
     def __init__(self, pool: Pool, events: EventWriter) -> None:
-        folds, folder = pool.request.search.folds, pool.request.paths.folder
+        folds = pool.request.search.folds
+        folder = pool.request.paths.folder
         assert folds is not None
         if (folder / FOLDS_FILE).exists():
             check_same(Folds.load(folder / FOLDS_FILE), folds)
         else:
             folds.save(folder / FOLDS_FILE)
-        self._pool, self._events, self._count = pool, events, len(folds)
+        self._pool = pool
+        self._events = events
+        self._count = len(folds)
         self._complete = finished_folds(folder, self._count)
         self._waiting = [index for index in range(self._count) if index not in self._complete]
         self._failed: dict[int, JobResult] = {}
@@ -188,7 +191,8 @@ def finished_folds(folder: Path, count: int) -> dict[int, JobResult]:
     A fold is finished if its value exists and its event or its own result says so: a scheduler may
     be killed between the two, in either order.
     """
-    recorded, finished = _recorded_results(folder), {}
+    recorded = _recorded_results(folder)
+    finished = {}
     for index in range(count):
         paths = RunPaths(folder / fold_key(index))
         result = recorded.get(index) or _own_result(paths)

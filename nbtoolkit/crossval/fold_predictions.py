@@ -178,7 +178,8 @@ def _run(
         The run, and what shows a further line below its output.
     """
     __tracebackhide__ = True
-    host, hardware = detect_host(), detect_hardware()
+    host = detect_host()
+    hardware = detect_hardware()
     if host.is_rank:
         raise PlanError(
             f"a prediction was started in one rank of several ({host.rank_reason})",
@@ -226,20 +227,27 @@ class _Prediction:
         predict: Predict | None,
         transform: Callable[[Any], Any] | None,
     ) -> None:
-        self._models, self._test, self._rows = models, test, rows
-        self._predict, self._transform = predict, transform
+        self._models = models
+        self._test = test
+        self._rows = rows
+        self._predict = predict
+        self._transform = transform
 
     def __call__(self, config: Config, ctx: RunContext) -> None:
         """Predict this rank's share, and write each part as soon as it is done."""
         reads.note(reads.ALL, "model.*", "data.*")  # the settings are those of the training
-        rank, alone = ctx.rank, ctx.alone()
+        rank = ctx.rank
+        alone = ctx.alone()
         make_folder(_parts(ctx.paths), durable=False)
-        share, blocks, numbers = self._test, 1, range(rank, len(self._models), ctx.world_size)
+        share = self._test
+        blocks = 1
+        numbers = range(rank, len(self._models), ctx.world_size)
         if self._rows is not None:
             blocks = min(ctx.world_size, self._rows)
             numbers = range(len(self._models) if rank < blocks else 0)
         if self._rows is not None and blocks > 1:
-            low, high = self._rows * rank // blocks, self._rows * (rank + 1) // blocks
+            low = self._rows * rank // blocks
+            high = self._rows * (rank + 1) // blocks
             share = _rows(self._test, low, high)
         for number in numbers:
             outputs = self._outputs(self._models[number], alone, share)

@@ -99,7 +99,8 @@ class LightGBMCallback:
     """After LightGBM's own records (20), before its early stopping (30) ends the loop."""
 
     def __init__(self, training: Rounds, prefix: str) -> None:
-        self._training, self._prefix = training, prefix
+        self._training = training
+        self._prefix = prefix
 
     def __call__(self, env: CallbackEnv) -> None:
         """Called by LightGBM after each round."""

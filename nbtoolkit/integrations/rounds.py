@@ -43,7 +43,8 @@ class Rounds:
         claim_name(ctx, file)
         ctx.announce([], first_step=every)
         self._ctx, self._watch = ctx, Watch(ctx)
-        self._last, self._every = last, every
+        self._last = last
+        self._every = every
         self._path = ctx.paths.checkpoints / file
         self.saved = self._path if file in recorded_trainings(ctx) else None
         self._saved_round = 0

@@ -211,7 +211,8 @@ def _fit_epochs(
     from sklearn.base import is_classifier
     from sklearn.utils.multiclass import unique_labels
 
-    rounds, done = Rounds(ctx, "epochs.skops", epochs), 0
+    rounds = Rounds(ctx, "epochs.skops", epochs)
+    done = 0
     if installed_version("skops") is None:
         rounds.do_not_save("pip install skops")
     elif rounds.saved is not None:

@@ -39,7 +39,8 @@ def read_notebook(path: Path) -> NotebookNode:
     notebook = read_as_saved(path)
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
+            cell.outputs = []
+            cell.execution_count = None
     return notebook
 
 

@@ -57,7 +57,8 @@ class CellProgress:
 
     def __init__(self, descriptor: int | None, cells: int, width: int) -> None:
         self._pipe = None if descriptor is None else os.fdopen(descriptor, "w", encoding="utf-8")
-        self._cells, self._width = cells, width
+        self._cells = cells
+        self._width = width
         self._label = ""
         self._started_at = self._written_at = 0.0
 
@@ -141,7 +142,8 @@ class Execution:
 
     def start_cell(self, cell: NotebookNode, notebook: NotebookNode) -> None:
         """Record that a cell starts."""
-        self.started, self.notebook = True, notebook
+        self.started = True
+        self.notebook = notebook
         self.clear_output()
         if is_own_code(cell):
             self.number += 1
@@ -240,7 +242,9 @@ class Client(PapermillNotebookClient):
         self, msg: JupyterMessage, *args: object, **kwargs: object
     ) -> NotebookNode | None:
         """Process one message of the running cell; drop output beyond the limit."""
-        kind, body, execution = msg["msg_type"], msg["content"], self._execution
+        kind = msg["msg_type"]
+        body = msg["content"]
+        execution = self._execution
         if kind == "stream":
             body["text"] = execution.write_output(body["text"])
             if not body["text"]:
@@ -265,15 +269,20 @@ class Client(PapermillNotebookClient):
     def _describe(self, error: Exception) -> CellFailure:
         kind: FailureKind = "error"
         name, text = getattr(error, "ename", "an error"), getattr(error, "evalue", "")
-        what, traceback = f"raised {name}: {text}", str(getattr(error, "traceback", ""))
+        what = f"raised {name}: {text}"
+        traceback = str(getattr(error, "traceback", ""))
         if isinstance(error, CellTimeoutError):
-            kind, what = "timeout", self._describe_timeout()
+            kind = "timeout"
+            what = self._describe_timeout()
         elif self._exit_requested:
-            kind, what = "exit", "ended its kernel with exit() or quit()"
+            kind = "exit"
+            what = "ended its kernel with exit() or quit()"
         elif isinstance(error, DeadKernelError):
-            kind, what = "death", f"lost its kernel: {self._describe_death()}"
+            kind = "death"
+            what = f"lost its kernel: {self._describe_death()}"
         elif name == "SystemExit":
-            kind, what = "exit", f"ended the notebook with sys.exit({text})"
+            kind = "exit"
+            what = f"ended the notebook with sys.exit({text})"
         if kind != "error":
             traceback = ""
         plain = _COLOURS.sub("", traceback)
@@ -289,7 +298,8 @@ class Client(PapermillNotebookClient):
         return f"{describe(code)}; it used at most {gib(peak)} of {gib(memory_limit())}"
 
     def _describe_timeout(self) -> str:
-        job, started_at = self._execution.job, self._execution.started_at
+        job = self._execution.job
+        started_at = self._execution.started_at
         if job.timeout is not None and time.monotonic() - started_at >= job.timeout:
             return f"was still running after the {job.timeout:g} s that the notebook may take"
         return f"took longer than the {job.cell_timeout:g} s that a cell may"

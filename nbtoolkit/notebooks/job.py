@@ -121,8 +121,10 @@ def run(job: NotebookJob) -> None:
     with tempfile.TemporaryDirectory(
         prefix="nbtoolkit-", dir=_short_tmp(), ignore_cleanup_errors=True
     ) as name:
-        folder, token = Path(name), secrets.token_hex(8)
-        published, reached = folder / "published.json", folder / "reached"
+        folder = Path(name)
+        token = secrets.token_hex(8)
+        published = folder / "published.json"
+        reached = folder / "reached"
         os.environ["IPYTHONDIR"] = str(folder / "ipython")
         os.environ[PUBLISHED] = str(published)
         os.environ[RUNS_FILE] = str(job.files.runs)

@@ -56,10 +56,8 @@ def find_hazards(path: str | os.PathLike[str]) -> list[Hazard]:
 
 def _is_ignored(hazard: Hazard, cell: Cell) -> bool:
     """Whether a comment on the hazard's line, or alone on the line above, allows it."""
-    here, above = (
-        cell.lines[hazard.line - 1],
-        "".join(cell.lines[hazard.line - 2 : hazard.line - 1]),
-    )
+    here = cell.lines[hazard.line - 1]
+    above = "".join(cell.lines[hazard.line - 2 : hazard.line - 1])
     comments = here + (above if above.lstrip().startswith("#") else "")
     codes = ",".join(_IGNORE.findall(comments)).split(",")
     return hazard.code in [code.strip() for code in codes]

@@ -293,5 +293,6 @@ def _inner_error(error: Exception) -> str:
     errors = error.errors() if isinstance(error, ValidationError) else []
     if len(errors) != 1 or not errors[0]["loc"]:
         return ""
-    where, message = ".".join(map(str, errors[0]["loc"])), errors[0]["msg"]
+    where = ".".join(map(str, errors[0]["loc"]))
+    message = errors[0]["msg"]
     return f"at {where}: {message[:1].lower()}{message[1:]}"

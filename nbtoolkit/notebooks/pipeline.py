@@ -247,7 +247,8 @@ class _PipelineRun:
 
         A notebook that published an unfinished status, and failed after that, has ended early.
         """
-        files, started_at = self._files(step.name), time.monotonic()
+        files = self._files(step.name)
+        started_at = time.monotonic()
         self.forget(step.name)
         _wait_for_leftovers(files, self.pipeline.folder)
         try:
@@ -282,7 +283,8 @@ class _PipelineRun:
     def _failed(self, step: Step, error: NbtoolkitError) -> PipelineFailed:
         names = [other.name for other in self.pipeline.steps]
         index = names.index(step.name)
-        done, left = ", ".join(names[:index]) or "nothing", ", ".join(names[index:])
+        done = ", ".join(names[:index]) or "nothing"
+        left = ", ".join(names[index:])
         copy = self._files(step.name).copy
         look = f"look at {copy}, correct the cause, and run: " if copy.exists() else ""
         failed = PipelineFailed(
@@ -292,7 +294,8 @@ class _PipelineRun:
             "an unfinished launch or sweep in it resumes from its checkpoint)",
         )
         failed.step = step.name
-        failed.cell, failed.output = getattr(error, "cell", 0), copy if copy.exists() else None
+        failed.cell = getattr(error, "cell", 0)
+        failed.output = copy if copy.exists() else None
         return failed
 
     def _published(self) -> Published:
@@ -347,7 +350,8 @@ def _is_finished(values: Mapping[str, object]) -> bool:
 
 
 def _refuse_unknown(again: Sequence[str], names: Sequence[str]) -> None:
-    what, allowed = "there is no such step", ", ".join(names)
+    what = "there is no such step"
+    allowed = ", ".join(names)
     wrong = [
         Mistake(place=f"again {name!r}", what=what, allowed=allowed)
         for name in again

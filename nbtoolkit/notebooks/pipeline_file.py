@@ -167,7 +167,8 @@ def _look_up(reference: str, published: Published) -> object:
                 allowed=", ".join(known) or "nothing: it published nothing",
                 do=did_you_mean(names[0], known),
             )
-        value, names = known[name], names[name.count(".") + 1 :]
+        value = known[name]
+        names = names[name.count(".") + 1 :]
     return value
 
 
@@ -191,7 +192,9 @@ def _check_values(step: Step, published: Published | None) -> tuple[dict[str, An
 
     Without published values, before any step runs, those with references are not checked.
     """
-    given, declared, mistakes = dict[str, object](), dict(step.declared), list[Mistake]()
+    given = dict[str, object]()
+    declared = dict(step.declared)
+    mistakes = list[Mistake]()
     places: dict[Keys, str] = {}
     for name, value in step.settings.parameters.items():
         places[name,] = step.place("parameters", name)
@@ -232,7 +235,8 @@ def load_pipeline(
     file = next(place for place in places_to_look(Path(path).expanduser()) if place.exists())
     names = _step_names(layer, file)
     layer = _with_overrides(layer, overrides or (), names)
-    mistakes, steps = [*layer.mistakes], list[Step]()
+    mistakes = [*layer.mistakes]
+    steps = list[Step]()
     for name in names:
         try:
             steps.append(_step(name, layer, file))
@@ -279,7 +283,8 @@ def _with_overrides(layer: Layer, overrides: Overrides, names: Sequence[str]) ->
         for text in [overrides] if isinstance(overrides, str) else overrides:
             name, equals, written = text.partition("=")
             given.append((name if equals else "", FromShell(written), f"override {text!r}"))
-    places, mistakes = dict(layer.places), [*layer.mistakes]
+    places = dict(layer.places)
+    mistakes = [*layer.mistakes]
     for name, value, place in given:
         step, _, parameter = name.strip().partition(".")
         if not parameter:
@@ -335,7 +340,8 @@ def _reference_mistakes(step: Step, names: Sequence[str]) -> Iterator[Mistake]:
         for reference in references(value):
             other, *path = reference.split(".")
             if not path or not all(path):
-                what, do = f"${{{reference}}} refers to no value", "write ${step.name}, or $${...} "
+                what = f"${{{reference}}} refers to no value"
+                do = "write ${step.name}, or $${...} "
                 yield Mistake(place=place, what=what, do=f"{do}for the characters themselves")
             elif other == PIPELINE and path[0] not in _PIPELINE_VALUES:
                 allowed = ", ".join(f"${{{PIPELINE}.{value}}}" for value in _PIPELINE_VALUES)
@@ -357,7 +363,8 @@ def _circle(steps: Sequence[Step]) -> Iterator[Mistake]:
 
 def _in_order(steps: Sequence[Step]) -> Iterator[Step]:
     """Yield steps without a circle: the file's order, but each step after those it needs."""
-    remaining, done = [*steps], set[str]()
+    remaining = [*steps]
+    done = set[str]()
     while remaining:
         ready = next(step for step in remaining if step.needs <= done)
         remaining.remove(ready)
@@ -387,7 +394,8 @@ def _invalid(layer: Layer, step: Keys, error: ErrorDetails) -> Mistake:
 
 def _unknown(layer: Layer, keys: Keys) -> Mistake:
     known = [*StepSettings.model_fields] if len(keys) > 1 else ["folder", "steps"]
-    what, allowed = f"unknown setting {keys[-1]!r}", ", ".join(known)
+    what = f"unknown setting {keys[-1]!r}"
+    allowed = ", ".join(known)
     do = did_you_mean(keys[-1], known)
     return Mistake(place=_place(layer, keys), what=what, allowed=allowed, do=do)
 

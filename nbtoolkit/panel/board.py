@@ -75,10 +75,13 @@ class Board:
     """
 
     def __init__(self, setup: Setup, actions: Actions, saved_class: str) -> None:
-        self.setup, self._actions = setup, actions
+        self.setup = setup
+        self._actions = actions
         self.listed: tuple[tuple[str, str], ...] = ()
-        self.strip, self.body = html_widget(), html_widget()
-        self.message, self.place = html_widget(), html_widget(flex="1 1 0", min_width="0")
+        self.strip = html_widget()
+        self.body = html_widget()
+        self.message = html_widget()
+        self.place = html_widget(flex="1 1 0", min_width="0")
         self.buttons = {
             name: button(text, tooltip, partial(actions.on_button, name), bold=name in _BOLD)
             for name, (text, tooltip) in BUTTONS.items()

@@ -292,7 +292,8 @@ class Controller:
 
     def _draw_setup(self, validation: Validation) -> None:
         """Draw what depends on the form; the plan reads the hardware, which takes time."""
-        state, seconds = self.state, training_seconds(self.state)
+        state = self.state
+        seconds = training_seconds(self.state)
         planned = (validation.form, None if state is None else state.paths.folder, seconds)
         if planned != self._planned:
             self._planned = planned

@@ -20,7 +20,8 @@ def place_text(validation: Validation) -> str:
     """Say on what a launch and a sweep will run; for a refused plan, the reason."""
     if validation.config is None:
         return "plan: something in Set up is wrong"
-    hardware, slots = detect_hardware(), ""
+    hardware = detect_hardware()
+    slots = ""
     if validation.sweep_config is not None:
         slots = f" · sweep: {counted(count_slots(validation)[0], 'slot')}"
     try:
@@ -33,7 +34,8 @@ def place_text(validation: Validation) -> str:
 
 def count_slots(validation: Validation) -> tuple[int, int]:
     """Count the trainings of a search that run at a time, and the GPUs of each of them."""
-    config, sweep = validation.config, validation.sweep_config
+    config = validation.config
+    sweep = validation.sweep_config
     if config is None:
         return 1, 0
     placement: Placement = "auto" if sweep is None else sweep.placement
@@ -74,7 +76,8 @@ def cost_text(
         ``runtime.quota_hours`` the share of the quota; empty: it is one training, or the number of
         trials is unknown.
     """
-    sweep, counts = validation.sweep_config, []
+    sweep = validation.sweep_config
+    counts = []
     if sweep is not None:
         folds = folds or (sweep.folds.k or 0) * sweep.folds.repeats
         counts.append((sweep.budget.n_trials or 0, "trial"))

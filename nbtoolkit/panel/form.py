@@ -165,7 +165,8 @@ class FormState:
         if self.texts["budget.n_trials"].strip() or self.texts["budget.timeout"].strip():
             return True
         document = parse_settings(self.yaml, FILE)
-        budget, study = document.get("budget"), document.get("study")
+        budget = document.get("budget")
+        study = document.get("study")
         limits = budget if isinstance(budget, Mapping) else {}
         typed = self.texts["study.sampler"]
         sampler = typed or (study.get("sampler") if isinstance(study, Mapping) else "")
@@ -224,7 +225,8 @@ def replace_section(text: str, name: str, values: Mapping[str, object]) -> str:
         name: of the section: a key of the outermost level.
         values: its new contents; empty: it is removed.
     """
-    kept, inside = [], False
+    kept = []
+    inside = False
     for line in text.split("\n"):
         if key := _KEY.match(line):
             inside = key[1] == name

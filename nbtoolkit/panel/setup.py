@@ -48,8 +48,10 @@ class Setup:
     """
 
     def __init__(self, state: FormState, on_edit: Callable[[], None]) -> None:
-        self.state, self._on_edit = state, on_edit
-        self._lock, self._loading = threading.RLock(), False
+        self.state = state
+        self._on_edit = on_edit
+        self._lock = threading.RLock()
+        self._loading = False
         self.fields: dict[str, w.Text | w.Dropdown] = {}
         self.errors = {name: html_widget() for name in (*(f.name for f in FIELDS), "YAML")}
         for field in FIELDS:
@@ -70,7 +72,8 @@ class Setup:
 
     def _make_field(self, name: str, label: str, choices: tuple[str, ...]) -> w.Text | w.Dropdown:
         shared: dict[str, Any] = {"description": label, "tooltip": name}
-        shared["layout"], shared["style"] = {"width": "220px"}, {"description_width": "90px"}
+        shared["layout"] = {"width": "220px"}
+        shared["style"] = {"description_width": "90px"}
         widget: w.Text | w.Dropdown
         if choices:
             options = [("default", ""), *((choice, choice) for choice in choices)]
@@ -83,11 +86,12 @@ class Setup:
     def load(self, state: FormState) -> None:
         """Replace the contents."""
         with self._lock:
-            self.state, self._loading = state, True
+            self.state = state
+            self._loading = True
             try:
                 for name, widget in self.fields.items():
                     text = state.texts[name]
-                    # A list refuses a value that it does not have; the YAML shows the error.
+                    # A list refuses a value that it does not have; the field's error is below it.
                     if isinstance(widget, w.Text) or text in [value for _, value in widget.options]:
                         set_trait(widget, "value", text)
                 set_trait(self.yaml, "value", state.yaml)

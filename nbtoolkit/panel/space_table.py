@@ -208,7 +208,8 @@ class SpaceTable:
         self.made: list[_RowWidgets] = []
         self.rows: list[_RowWidgets] = []
         self.add = button("Add parameter", "A row for another parameter", self._add)
-        self._body, self._note = column(), html_widget()
+        self._body = column()
+        self._note = html_widget()
         self.root = column(self._body, self.add, self._note)
 
     def load(self, text: str) -> None:

@@ -94,7 +94,8 @@ class JobRunner(RunSupervisor):
 
     def answer(self) -> None:
         """Let ranks that have reported continue, or leave if the job was stopped since."""
-        group, self._reporting = self._reporting, None
+        group = self._reporting
+        self._reporting = None
         if group is not None:
             super()._answer_if_all_ask(group)
 

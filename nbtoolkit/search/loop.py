@@ -64,7 +64,9 @@ class OpenTrial:
     def __init__(
         self, number: int, params: Mapping[str, Any], waiting: Iterable[int | None], seconds: float
     ) -> None:
-        self.number, self.params, self.key = number, dict(params), folder_of(number)
+        self.number = number
+        self.params = dict(params)
+        self.key = folder_of(number)
         self.waiting = list(waiting)
         """The folds whose jobs wait for a slot; None: the job of a trial without folds."""
         self.running: dict[str, SearchJob] = {}
@@ -118,7 +120,8 @@ class Sweep:
     def __init__(self, pool: Pool, events: EventWriter) -> None:
         request = pool.request
         assert request.search.sweep_config is not None
-        self._pool, self._events = pool, events
+        self._pool = pool
+        self._events = events
         self._sweep_config = sweep_config = request.search.sweep_config
         folds = request.search.folds
         self._folds = None if folds is None else len(folds)
@@ -332,7 +335,8 @@ class Sweep:
     def _leave(self, trial: OpenTrial, state: str, reason: str) -> None:
         """End a trial after its running jobs, which stop; the first reason counts."""
         if trial.leaving is None:
-            trial.leaving, trial.reason = state, reason
+            trial.leaving = state
+            trial.reason = reason
         trial.waiting.clear()
         for key in trial.running:
             self._pool.stop(key, trial.reason or reason)
@@ -423,7 +427,8 @@ class Sweep:
 
     def _put_best(self, trial: OpenTrial, job: SearchJob, metrics: dict[str, float]) -> None:
         """Use the best report as the value; the study has those of earlier sessions."""
-        name, direction = self._sweep_config.metrics[0], self._sweep_config.directions[0]
+        name = self._sweep_config.metrics[0]
+        direction = self._sweep_config.directions[0]
         seen = [] if job.fold is not None else [*self._study.reports(trial.number).values()]
         for value in [*seen, trial.best.get(job.fold)]:
             if value is not None and not missing(metrics, [name]):
@@ -436,7 +441,8 @@ class Sweep:
         """
         if len(self._sweep_config.metrics) > 1:
             return
-        metric, scores = self._sweep_config.metrics[0], self._study.scores(trial.number)
+        metric = self._sweep_config.metrics[0]
+        scores = self._study.scores(trial.number)
         if self._sweep_config.pruner == "wilcoxon":
             new = [(fold, scores[fold][metric])]
         else:

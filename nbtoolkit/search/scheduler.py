@@ -96,7 +96,8 @@ class LocalPool(Pool):
         self, request: SearchRequest, record: RunRecord, spawner: Spawner, loop: EventLoop
     ) -> None:
         super().__init__(request, record)
-        self._spawner, self._loop = spawner, loop
+        self._spawner = spawner
+        self._loop = loop
         self._runners: list[JobRunner] = []
         self._slots = list(request.slots.slots)  # the free ones
         self._together = request.slots.together
@@ -179,7 +180,8 @@ class LocalPool(Pool):
 
     def _end(self, runner: JobRunner) -> list[JobEnded]:
         """Free the slot of a job that is over; a job that was too large for it is not over."""
-        job, result = runner.job, runner.result()
+        job = runner.job
+        result = runner.result()
         self._runners.remove(runner)
         self._release(runner.slot)
         on_one = self._together is not None and runner.slot is not self._together
@@ -207,7 +209,8 @@ class LocalPool(Pool):
 
     def _news(self, runner: JobRunner) -> list[PoolEvent]:
         """Return what a job has said to the loop, and warn of the rest."""
-        said, runner.news = runner.news, []
+        said = runner.news
+        runner.news = []
         events: list[PoolEvent] = []
         for message in said:
             events += self._from_message(runner.job, message)

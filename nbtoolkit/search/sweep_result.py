@@ -224,8 +224,10 @@ class TableLines:
     """
 
     def __init__(self, table: EventTable, screen: Screen, *, since: float = 0.0) -> None:
-        self.table, self._since = table, since
-        self._on, self._each = screen.shape != "off", screen.shape == "lines"
+        self.table = table
+        self._since = since
+        self._on = screen.shape != "off"
+        self._each = screen.shape == "lines"
         self._written = 0
 
     def open(self, *, waits: bool) -> None:

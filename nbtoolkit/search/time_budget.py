@@ -25,7 +25,9 @@ class TimeBudget:
     """
 
     def __init__(self, reserve: float | str, folds: int | None, events: EventWriter) -> None:
-        self._reserve, self._folds, self._events = reserve, folds or 1, events
+        self._reserve = reserve
+        self._folds = folds or 1
+        self._events = events
         self._seconds: list[float] = []
         self._per_epoch: list[float] = []
         self.up = False

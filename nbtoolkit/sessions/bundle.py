@@ -95,7 +95,8 @@ def write_bundle(
         fileobj=out, mode="w", encoding="utf-8", copybufsize=BLOCK, pax_headers=comment
     ) as tar:
         for path in files:
-            name, start = path.relative_to(folder).as_posix(), tar.offset
+            name = path.relative_to(folder).as_posix()
+            start = tar.offset
             try:
                 with open_whole(path) as (file, info):
                     info.name = name

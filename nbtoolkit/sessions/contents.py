@@ -63,7 +63,8 @@ class Contents:
     def add(self, file: Path, group: str) -> None:
         """Add a file, or say why it is not carried."""
         name = file.relative_to(self.folder).as_posix()
-        reason, size = refusal(name), 0
+        reason = refusal(name)
+        size = 0
         try:
             status = file.lstat()
             size = status.st_size

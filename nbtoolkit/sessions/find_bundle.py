@@ -77,7 +77,8 @@ def _is_run(files: list[Path]) -> bool:
 
 def _walk(top: Path) -> Iterator[tuple[Path, list[Path]]]:
     """Folders and their files, upper folders first; nothing hidden, and nothing inside a run."""
-    waiting, total = deque([(top, 0)]), 0
+    waiting = deque([(top, 0)])
+    total = 0
     while waiting and total < _MAX_TOTAL:
         folder, depth = waiting.popleft()
         entries = list(_entries(folder))

@@ -201,7 +201,8 @@ Relation = Literal["same", "newer", "older", "diverged"]
 
 def compare_runs(unpacked: Path, existing: Path) -> Relation:
     """What the unpacked run is, compared with the existing one."""
-    events, here = RunPaths(unpacked).events, RunPaths(existing).events
+    events = RunPaths(unpacked).events
+    here = RunPaths(existing).events
     with events.open("rb") as first, here.open("rb") as second:
         return compare(first, events.stat().st_size, second, here.stat().st_size)
 

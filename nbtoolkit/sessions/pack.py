@@ -97,7 +97,8 @@ def pack(
         ConfigError: ``size_limit`` is not a size.
     """
     start = time.monotonic()
-    folder, target = _source_folder(source), _target(output, detect_host())
+    folder = _source_folder(source)
+    target = _target(output, detect_host())
     contents = contents_of(folder, base_of(folder))
     if not contents.runs:
         raise BundleError(

@@ -70,7 +70,8 @@ class Source(ABC):
         """
         runs = {PurePosixPath(run) for run in self.runs}
         for name, modified in self.times.items():
-            path, here = PurePosixPath(name), folder / name
+            path = PurePosixPath(name)
+            here = folder / name
             if path.name != EVENTS and not runs.isdisjoint(path.parents):
                 # A file of a run is as new as the events.
                 if trust and path.suffix == ".pkl" and not here.exists():

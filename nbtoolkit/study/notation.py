@@ -63,7 +63,8 @@ def translate_names(layer: Layer) -> Layer:
     A setting of ours in the same file takes precedence.
     """
     values = {name: value for name, value in layer.values.items() if name not in _NAMES}
-    places, mistakes = dict(layer.places), list(layer.mistakes)
+    places = dict(layer.places)
+    mistakes = list(layer.mistakes)
     for name, settings in _NAMES.items():
         place = places.get((name,), name)
         for key, value in _options(name, layer.values).items():

@@ -185,9 +185,12 @@ class TrialSamplers:
     """
 
     def __init__(self, sweep_config: SweepConfig, space: Space, offset: int = 0) -> None:
-        self._sweep_config, self._space, self._offset = sweep_config, space, offset
+        self._sweep_config = sweep_config
+        self._space = space
+        self._offset = offset
         self._points: list[Params] = []
-        name, seed = sweep_config.study.sampler, sweep_config.study.seed
+        name = sweep_config.study.sampler
+        seed = sweep_config.study.seed
         if name == "grid":
             self._points = [space.encode(point) for point in space.grid()]
         elif name in BY_NUMBER:
@@ -226,7 +229,8 @@ def make_sampler(sweep_config: SweepConfig, seed: int = 0) -> BaseSampler:
         SpaceError: it does not accept one of the options.
         MissingExtra: it needs a package that is not installed.
     """
-    name, options = sweep_config.study.sampler, sweep_config.study.sampler_options.to_dict()
+    name = sweep_config.study.sampler
+    options = sweep_config.study.sampler_options.to_dict()
     accepted = inspect.signature(_SAMPLERS[name]).parameters
     defaults = {key: value for key, value in _DEFAULTS.get(name, {}).items() if key in accepted}
     options = {**defaults, **options, "seed": seed}

@@ -170,7 +170,8 @@ class Space:
 
     def _values(self, name: str) -> Sequence[object]:
         """Return all values of a parameter."""
-        kind, parameter = self.distributions.get(name), self.parameters[name]
+        kind = self.distributions.get(name)
+        parameter = self.parameters[name]
         if kind is None:
             return [parameter["value"]]
         if isinstance(kind, CategoricalDistribution):

@@ -123,7 +123,8 @@ class SearchStudy:
             ``front`` (with several metrics), ``infeasible`` (if no trial meets the constraints),
             ``counts`` by state, ``metrics`` and ``directions``.
         """
-        best, several = self.best(), len(self._sweep_config.directions) > 1
+        best = self.best()
+        several = len(self._sweep_config.directions) > 1
         winner = best[0] if best and not several else None
         return {
             "metrics": list(self._sweep_config.metrics),
@@ -166,7 +167,8 @@ class SearchStudy:
         Returns:
             The step (by default the next one), and whether the pruner ends the trial.
         """
-        trial, steps = self._running[number], self.trial(number).intermediate_values
+        trial = self._running[number]
+        steps = self.trial(number).intermediate_values
         at = max(steps, default=-1) + 1 if step is None else step
         if at not in steps:
             trial.report(value, at)
@@ -278,7 +280,8 @@ def trial_event(
         waits: why a running trial waits for another session; None: it runs.
     """
     state = state_of(trial) if waits is None else "waiting"
-    attrs, values = trial.user_attrs, trial.values or []
+    attrs = trial.user_attrs
+    values = trial.values or []
     return TrialChanged(
         number=trial.number,
         state=state,

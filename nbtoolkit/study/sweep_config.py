@@ -293,7 +293,8 @@ def _with_sections(layer: Layer) -> Layer:
 
 def _resolved(sweep_config: SweepConfig, space: Space, config: Config) -> SweepConfig:
     """Return the configuration with direction, pruner and space written out."""
-    study, directions = sweep_config.study, sweep_config.directions
+    study = sweep_config.study
+    directions = sweep_config.directions
     if study.direction == "auto":
         directions = tuple(resolve(name, config) or "minimize" for name in sweep_config.metrics)
     direction = directions if isinstance(study.metric, tuple) else directions[0]
@@ -309,7 +310,9 @@ Conflict: TypeAlias = tuple[str, str, str]
 
 
 def _conflicts(sweep_config: SweepConfig, space: Space, config: Config) -> Iterator[Conflict]:
-    study, budget, folds = sweep_config.study, sweep_config.budget, sweep_config.folds
+    study = sweep_config.study
+    budget = sweep_config.budget
+    folds = sweep_config.folds
     yield from _metric_conflicts(sweep_config, config)
     if study.sampler == "grid":
         space.grid()  # raises if the grid has no end
@@ -332,7 +335,8 @@ def _conflicts(sweep_config: SweepConfig, space: Space, config: Config) -> Itera
 
 
 def _metric_conflicts(sweep_config: SweepConfig, config: Config) -> Iterator[Conflict]:
-    study, names = sweep_config.study, sweep_config.metrics
+    study = sweep_config.study
+    names = sweep_config.metrics
     if len(sweep_config.directions) != len(names):
         problem = f"{len(sweep_config.directions)} directions for {len(names)} metrics"
         yield "study.direction", problem, "write one for all, or one for each"

@@ -210,7 +210,8 @@ def _check(callback: object, name: str) -> None:
         fault = f"{several[0]} of the callback {name} does not take one argument, the state"
         do = f"define it as {several[0]}(self, state): state has epoch, metrics, model and ctx"
     elif unknown:
-        fault, do = f"fit never calls {unknown[0]} of the callback {name}", "rename it"
+        fault = f"fit never calls {unknown[0]} of the callback {name}"
+        do = "rename it"
     elif not found:
         fault, do = f"the callback {name} has no method that fit calls", "derive from nb.Callback"
     else:
@@ -222,9 +223,12 @@ def _check(callback: object, name: str) -> None:
 
 
 # Optimizer steps that pass first, that warm the profiler up, and that are recorded.
-WAIT, WARM_UP, ACTIVE = 5, 2, 5
+WAIT = 5
+WARM_UP = 2
+ACTIVE = 5
 
-_ROWS, _NAME_WIDTH = 10, 40
+_ROWS = 10
+_NAME_WIDTH = 40
 
 
 class StepProfiler(Callback):
@@ -257,7 +261,8 @@ class StepProfiler(Callback):
 
     def expect(self, per_epoch: int | None, total: int) -> None:
         """Say how many optimizer steps an epoch (None: unknown) and the run have."""
-        self._per_epoch, self._total = per_epoch, total
+        self._per_epoch = per_epoch
+        self._total = total
 
     def on_train_epoch_start(self, state: FitState) -> None:
         """Start, in the first epoch that has a step left."""
@@ -294,7 +299,8 @@ class StepProfiler(Callback):
 
     def close(self) -> None:
         """Stop; keeps what was recorded so far. May be called twice."""
-        profile, self._profile = self._profile, None
+        profile = self._profile
+        self._profile = None
         if profile is not None:
             profile.stop()
             if not self._ready:

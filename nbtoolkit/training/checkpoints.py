@@ -93,7 +93,9 @@ class TrainState:
     """
 
     def __init__(self, ctx: RunContext, config: Config) -> None:
-        self._ctx, self._checkpoint, self._train = ctx, config.checkpoint, config.train
+        self._ctx = ctx
+        self._checkpoint = config.checkpoint
+        self._train = config.train
         # Without a monitor it is a loss: val_loss or train_loss.
         direction = resolve(self._checkpoint.monitor or "val_loss", config)
         if direction is None:
@@ -132,16 +134,20 @@ class TrainState:
 
     def end_epoch(self, values: dict[str, float], step: int) -> bool:
         """End the current epoch with its metrics; returns whether it is the best so far."""
-        self.epoch, self.values = self.epoch + 1, values
+        self.epoch = self.epoch + 1
+        self.values = values
         self.taken = 0
         self.loss = self.seen = 0.0
         value = values[self.monitored]
         better = self._is_better(value, self.best, by=0.0)
         if better:
-            self.best, self.best_epoch, self.best_step = value, self.epoch, step
+            self.best = value
+            self.best_epoch = self.epoch
+            self.best_step = step
             self.best_values = values
         if self._is_better(value, self._reference, by=self._train.min_delta):
-            self._reference, self.stale = value, 0
+            self._reference = value
+            self.stale = 0
         else:
             self.stale += 1
         self._print()
@@ -230,8 +236,10 @@ def _random_state(device: torch.device) -> RandomState:
 
     version, words, gauss = random.getstate()
     numbers = np.random.get_state(legacy=False)
-    keys, position = numbers["state"]["key"], numbers["state"]["pos"]
-    has_gauss, cached = numbers["has_gauss"], numbers["gauss"]
+    keys = numbers["state"]["key"]
+    position = numbers["state"]["pos"]
+    has_gauss = numbers["has_gauss"]
+    cached = numbers["gauss"]
     state = {
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
         "numpy": [torch.from_numpy(keys.astype(np.int64)), int(position), has_gauss, float(cached)],
@@ -299,7 +307,8 @@ class Resumable:
             state: of :attr:`train_step`, gathered.
             random_states: of all ranks, within an epoch; None at its end.
         """
-        averages, training = self.train_step.averages, dict(state)
+        averages = self.train_step.averages
+        training = dict(state)
         files = {"model": training.pop("model"), "training": training}
         training |= {
             "progress": self.progress.state(),
@@ -319,7 +328,9 @@ class Resumable:
         Raises:
             CheckpointError: it belongs to other data or another model.
         """
-        train_step, progress, saved = self.train_step, self.progress, stored.read("training")
+        train_step = self.train_step
+        progress = self.progress
+        saved = stored.read("training")
         _check_same_samples(stored.folder, saved["sampling"], self.sampling)
         train_step.restore({**saved, **stored.weights()}, source=str(stored.folder))
         progress.restore(saved["progress"])
@@ -410,13 +421,17 @@ class CheckpointManager(SaveTimes):
         """
         if not self.enabled:
             return
-        ctx, train_step, progress = self._ctx, fit.train_step, fit.progress
-        strategy, state = train_step.strategy, None
+        ctx = self._ctx
+        train_step = fit.train_step
+        progress = fit.progress
+        strategy = train_step.strategy
+        state = None
         states = gather_random_states(ctx.device, ctx.world_size) if within_epoch else None
         if strategy.gathers:
             self.finish_writing()  # rank 0 then has the memory of one whole state
             state = strategy.gathered(train_step.state())
-        step, position = train_step.steps_done, (train_step.steps_done, progress.epoch)
+        step = train_step.steps_done
+        position = (train_step.steps_done, progress.epoch)
         if position == self._position or not ctx.is_main:
             return
         self.saved()

@@ -77,7 +77,8 @@ def make_evaluation_loader(
 
     size = batch_size or _LARGER * ctx.plan.batch_size_per_device
     feed = take_apart(data, collate=collate, model=model)
-    data, collate = feed.data, feed.collate
+    data = feed.data
+    collate = feed.collate
     ranks = ctx.world_size
     passes = Passes(size=size * ranks, batch=size * ranks, micro=size, rank=ctx.rank, ranks=ranks)
     if is_stream(data):

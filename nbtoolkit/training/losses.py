@@ -105,7 +105,8 @@ def on_device(loss: Loss, device: torch.device) -> Loss:
 
 
 # Relative, of a whole and its parts: float32 sums in another order differ by 1e-6, half by 1e-2.
-_TOLERANCE, _TOLERANCE_OF_HALVES = 1e-4, 2e-2
+_TOLERANCE = 1e-4
+_TOLERANCE_OF_HALVES = 2e-2
 
 _OTHER_TERMS = (
     "it adds a mean over weights (class weights, or targets of which some are ignored) to other "
@@ -146,8 +147,10 @@ class ReducedLoss:
     """
 
     def __init__(self, loss: Loss, *, whole_batches: bool, divided: bool) -> None:
-        self._loss, self._divided = loss, divided
-        self.whole_batches, self.all_must_count = whole_batches, False
+        self._loss = loss
+        self._divided = divided
+        self.whole_batches = whole_batches
+        self.all_must_count = False
         self.records = divided and not whole_batches
         self.in_forward: bool | None = False if whole_batches else None
 
@@ -160,7 +163,8 @@ class ReducedLoss:
         """
         import torch
 
-        returned, calls = computed.returned, computed.calls
+        returned = computed.returned
+        calls = computed.calls
         if pair := _pair(returned):
             total, weight = pair
             return BatchLoss(total / torch.where(weight == 0, 1, weight), weight)
@@ -230,7 +234,8 @@ class ReducedLoss:
         batch = computed.outputs, computed.targets
         try:
             if samples == 1:  # a sum shows in two copies of the sample
-                batch, samples = _two_copies(batch), 2
+                batch = _two_copies(batch)
+                samples = 2
                 whole = self._of_rows(batch, 0, 2, 2)
             cuts = dict.fromkeys((max(1, samples // 3), 1))
             parts = {cut: self._of_parts(batch, cut, samples) for cut in cuts}
@@ -268,11 +273,10 @@ class ReducedLoss:
         """Refuse a sum, and in a step of several parts a loss that is not the mean of theirs."""
         import torch
 
-        value, weight = float(whole.mean.detach()), float(whole.weight)
-        means, weights = (
-            [float(part.mean) for part in parts],
-            [float(part.weight) for part in parts],
-        )
+        value = float(whole.mean.detach())
+        weight = float(whole.weight)
+        means = [float(part.mean) for part in parts]
+        weights = [float(part.weight) for part in parts]
         totals = [mean * count for mean, count in zip(means, weights, strict=True)]
         half = whole.mean.dtype in (torch.float16, torch.bfloat16)
         tolerance = _TOLERANCE_OF_HALVES if half else _TOLERANCE
@@ -309,7 +313,8 @@ def _divides_by_weights(computed: Computed, known: Labels | None) -> bool:
     """
     import torch
 
-    calls, returned = computed.calls, computed.returned
+    calls = computed.calls
+    returned = computed.returned
     if not calls or not isinstance(returned, torch.Tensor) or returned.ndim:
         return False
     return not all(call.counts_all(computed.targets, known) for call in calls)

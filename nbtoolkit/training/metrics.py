@@ -91,7 +91,8 @@ class NamedMetric:
             return self.score(scores, labels)
         single = scores.shape == labels.shape
         if single and bool((labels > 1).any()):  # grades: the model predicts their number
-            low, high = labels.min(), labels.max()
+            low = labels.min()
+            high = labels.max()
             return self.score(scores.round().clamp(low, high).long(), labels)
         return self.score((scores > threshold).long() if single else scores.argmax(1), labels)
 
@@ -588,19 +589,22 @@ def _scores(
     if outputs.ndim == targets.ndim + 1 and outputs.shape[1] == 1:
         outputs = outputs[:, 0]
     elif outputs.ndim == targets.ndim > 1 and outputs.shape[1] >= targets.shape[1] == 1:
-        outputs, targets = outputs.squeeze(1), targets[:, 0]
+        outputs = outputs.squeeze(1)
+        targets = targets[:, 0]
     if outputs.shape == targets.shape:
         if outputs.ndim == 2 and is_loss(loss, "cross_entropy") and targets.is_floating_point():
             return outputs, targets.argmax(1), 0.0
         threshold = 0.5 if any(is_loss(loss, one) for one in PREDICT_TARGETS) else 0.0
         if outputs.ndim > 2 or (outputs.ndim == 2 and bool((targets < 0).any())):
-            outputs, targets = outputs.flatten(), targets.flatten()
+            outputs = outputs.flatten()
+            targets = targets.flatten()
         counted = targets >= 0 if targets.ndim == 1 else slice(None)
         return outputs[counted], targets[counted].long(), threshold
     if outputs.ndim < 2 or (outputs.shape[0], *outputs.shape[2:]) != targets.shape:
         raise _unfit(name, "scores (n, classes, ...) with classes (n, ...)", outputs, targets)
     scores = outputs.movedim(1, -1).reshape(-1, outputs.shape[1])
-    labels, ignored = targets.reshape(-1), ignore_index(loss)
+    labels = targets.reshape(-1)
+    ignored = ignore_index(loss)
     counted = (labels >= 0) if ignored is None else (labels >= 0) & (labels != ignored)
     return scores[counted], labels[counted].long(), 0.0
 

@@ -104,7 +104,8 @@ def _of_class(
     kind = given or _import_class(_SHORT_NAMES.get(optim.name, optim.name))
     place = f"optim.name: {optim.name}" if given is None else f"optimizer={kind.__name__}"
     _refuse_closure(kind, place)
-    groups, arguments = _groups(optim, kind, model, loss), _arguments(optim, kind, model)
+    groups = _groups(optim, kind, model, loss)
+    arguments = _arguments(optim, kind, model)
     try:
         return kind(groups, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -137,7 +138,8 @@ def _import_class(dotted: str) -> OptimizerClass:
     except ModuleNotFoundError as error:
         if not f"{path}.".startswith(f"{error.name}."):
             raise  # the module exists, but not one that it imports
-        kind, fault = None, str(error)
+        kind = None
+        fault = str(error)
     if isinstance(kind, type) and issubclass(kind, Optimizer):
         return kind
     raise FitError(
@@ -383,8 +385,10 @@ class Schedule:
         *,
         is_curve: bool = False,
     ) -> None:
-        self._optimizer, self._is_curve = optimizer, is_curve
-        self._by_step, self._by_epoch = by_step, by_epoch
+        self._optimizer = optimizer
+        self._is_curve = is_curve
+        self._by_step = by_step
+        self._by_epoch = by_epoch
         scales = [group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         self._group = next((number for number, scale in enumerate(scales) if scale), 0)
         # In fp16 the first step may overflow: the optimizer skips it, and torch would warn that the
@@ -509,7 +513,9 @@ def warmup_and_decay(config: Config, steps: int) -> Callable[[int], float]:
     Step ``steps``, the one after the last, would have ``min_lr_ratio``.
     """
     optim = config.optim
-    kind, floor, warmup = optim.schedule, optim.min_lr_ratio, round(optim.warmup_ratio * steps)
+    kind = optim.schedule
+    floor = optim.min_lr_ratio
+    warmup = round(optim.warmup_ratio * steps)
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -543,7 +549,8 @@ def _one_cycle(config: Config, optimizer: torch.optim.Optimizer, steps: int) -> 
     """Up to the peak and down again, momentum inversely, if the optimizer has any."""
     from torch.optim.lr_scheduler import OneCycleLR
 
-    optim, defaults = config.optim, optimizer.defaults
+    optim = config.optim
+    defaults = optimizer.defaults
     steps = max(steps, 2)  # torch divides by the number of steps after the first
     # The rise of a single step would be torch's division by zero.
     rise = optim.warmup_ratio if optim.warmup_ratio * steps > 1 else 0.0
@@ -608,7 +615,8 @@ def _given_schedule(optimizer: torch.optim.Optimizer, given: GivenSchedule, step
 
 def _check_schedule(made: LRScheduler, optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Refuse a scheduler that does not fit the optimizer or the run."""
-    kind, groups = type(made).__name__, optimizer.param_groups
+    kind = type(made).__name__
+    groups = optimizer.param_groups
     if made.optimizer is not optimizer:
         raise FitError(
             f"schedule= is a {kind} of another optimizer than the one that fit steps",

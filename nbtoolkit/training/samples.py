@@ -326,7 +326,8 @@ def _sampled(sampler: Iterable[int], samples: int, seed: int, ranks: int) -> Epo
     from torch.utils.data import BatchSampler
     from torch.utils.data.distributed import DistributedSampler
 
-    name, fault = type(sampler).__name__, ""
+    name = type(sampler).__name__
+    fault = ""
     if isinstance(sampler, BatchSampler):
         fault = "gives batches"
     elif isinstance(sampler, DistributedSampler):
@@ -340,7 +341,8 @@ def _sampled(sampler: Iterable[int], samples: int, seed: int, ranks: int) -> Epo
             "batches, and divides them among the ranks",
             do="remove it, pass the sampler inside it, or a list of indices",
         )
-    size, asks = len(sampler), ranks == 1 or dist.get_rank() == 0
+    size = len(sampler)
+    asks = ranks == 1 or dist.get_rank() == 0
     if asks and _ask(sampler, 1, size, samples, seed) != _ask(sampler, 1, size, samples, seed):
         raise FitError(
             f"the sampler {name} gives another order when it is asked for the same epoch again, so "

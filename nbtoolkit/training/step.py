@@ -85,7 +85,8 @@ class StepWeights:
     """
 
     def __init__(self, device: torch.device, ranks: int) -> None:
-        self._device, self._ranks = device, ranks
+        self._device = device
+        self._ranks = ranks
         self._samples = 0
         self._weights: list[Tensor] = []
         self._sums: Tensor | None = None
@@ -134,7 +135,10 @@ class StepWeights:
         factor = torch.where(weight == 0, 0, samples / weight)
         for one in self._weights:
             one *= factor
-        self._samples, self._weights, self._sums, self._work = 0, [], None, None
+        self._samples = 0
+        self._weights = []
+        self._sums = None
+        self._work = None
         return factor
 
 

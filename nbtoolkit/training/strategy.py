@@ -422,7 +422,8 @@ class ShardedModule:
                 allowed="torch 2.7 or newer on the CPU",
                 do="pip install -U torch, or set distributed.strategy: ddp",
             )
-        self._module, self._reshards = module, ctx.plan.fsdp["reshard_after_forward"]
+        self._module = module
+        self._reshards = ctx.plan.fsdp["reshard_after_forward"]
         self._plain = [(part, type(part), _attributes(part)) for part in module.modules()]
         blocks = [block for block in find_blocks(module) if block is not module]
         self.units = len(blocks)
@@ -570,7 +571,8 @@ def _fully_shard(ctx: RunContext, unit: nn.Module, mesh: DeviceMesh) -> None:
         fully_shard,
     )
 
-    half, precision = half_precision(ctx), MixedPrecisionPolicy()
+    half = half_precision(ctx)
+    precision = MixedPrecisionPolicy()
     if half is not None and not batch_norms(unit):
         precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     fully_shard(
@@ -596,7 +598,8 @@ def _distribute_weights(module: nn.Module, state: dict[str, Any], prefix: str, *
 
 
 def _distribute_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    own, saved = optimizer.param_groups, state["param_groups"]
+    own = optimizer.param_groups
+    saved = state["param_groups"]
     parameters = {
         number: one
         for mine, group in zip(own, saved, strict=False)  # load_state_dict refuses other lengths

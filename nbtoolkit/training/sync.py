@@ -208,15 +208,18 @@ class MetricLogger:
 
     def __init__(self, ctx: RunContext) -> None:
         self._ctx = ctx
-        self._since, self._sum = time.perf_counter(), LossSum(0.0, 0.0, 0)
+        self._since = time.perf_counter()
+        self._sum = LossSum(0.0, 0.0, 0)
         self._spent = 0.0
-        self._memory, self._read_at = 0.0, -_MEMORY_INTERVAL
+        self._memory = 0.0
+        self._read_at = -_MEMORY_INTERVAL
 
     def memory(self) -> float:
         """This rank's device memory (on the CPU: resident memory) in GB, at most a second old."""
         now = time.monotonic()
         if now - self._read_at >= _MEMORY_INTERVAL:
-            self._memory, self._read_at = memory_used(self._ctx), now
+            self._memory = memory_used(self._ctx)
+            self._read_at = now
         return self._memory
 
     def begin(self) -> None:
@@ -255,7 +258,8 @@ class MetricLogger:
         if point.grad_norm is not None:
             values["grad_norm"] = float(point.grad_norm)
         self._ctx.log(values, step=point.step)
-        self._since, self._sum = point.time, LossSum(0.0, 0.0, 0)
+        self._since = point.time
+        self._sum = LossSum(0.0, 0.0, 0)
 
 
 # --- the time of a step ---
@@ -304,14 +308,16 @@ class StepClock:
     def __init__(self, ctx: RunContext, model: nn.Module) -> None:
         self._ctx = ctx
         self._waits = _Waits(model, ctx) if hasattr(model, "_get_ddp_logging_data") else None
-        self._since, self._data = time.perf_counter(), 0.0
+        self._since = time.perf_counter()
+        self._data = 0.0
         self._logged = [RankTime(0.0, 0.0, 0.0)] * ctx.world_size
         self._judged = self._logged
         self._judges = self._waits is not None
 
     def begin(self) -> None:
         """Start the clock: the time since the last :meth:`take` was not spent on steps."""
-        self._since, self._data = time.perf_counter(), 0.0
+        self._since = time.perf_counter()
+        self._data = 0.0
 
     def timed(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield the batches, and add up how long each of them takes to come."""
@@ -328,8 +334,10 @@ class StepClock:
             steps: optimizer steps in it.
         """
         now = time.perf_counter()
-        wall, data = now - self._since, self._data
-        self._since, self._data = now, 0.0
+        wall = now - self._since
+        data = self._data
+        self._since = now
+        self._data = 0.0
         waited = 0.0 if self._waits is None else self._waits.per_step() * steps
         return RankTime(wall, data, max(0.0, min(waited, wall - data)))
 
@@ -362,7 +370,8 @@ class StepClock:
         return shares
 
     def _judge(self, times: list[RankTime]) -> None:
-        work, data = [one.work for one in times], [one.data for one in times]
+        work = [one.work for one in times]
+        data = [one.data for one in times]
         slowest = max(range(len(work)), key=work.__getitem__)
         usual = statistics.median_low(work)
         if work[slowest] < STRAGGLER * usual:
@@ -397,7 +406,9 @@ class _Waits:
         self._ddp._set_ddp_runtime_logging_sample_rate(self._rate)
         buffers = next(iter(model.buffers()), None) is not None
         self.for_buffers = buffers and bool(ctx.plan.ddp.get("broadcast_buffers", True))
-        self._count, self._total, self._last = 0, 0.0, 0.0
+        self._count = 0
+        self._total = 0.0
+        self._last = 0.0
 
     def per_step(self) -> float:
         """Seconds a step, in the mean over the steps that were recorded since the last call."""
@@ -411,7 +422,8 @@ class _Waits:
                 self._last = (total - self._total) / (count - self._count)
         elif count > 1:  # in the first step the ranks wait for the last of them to start
             self._last = _exposed(logged, "")
-        self._count, self._total = count, total
+        self._count = count
+        self._total = total
         return self._last
 
 

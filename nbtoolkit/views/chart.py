@@ -364,7 +364,8 @@ def timeline(rows: Mapping[str, Sequence[Span]], begin: float, end: float) -> Pi
 
 
 def _span(span: Span, across: _Scale, top: int) -> str:
-    left, right = across.at(span.begin), across.at(span.end)
+    left = across.at(span.begin)
+    right = across.at(span.end)
     width = max(right - left - 1, 1)
     label = ""
     if width > _DIGIT * len(span.label):

@@ -27,7 +27,8 @@ class Chart:
     """
 
     def __init__(self, title: str, cards: Sequence[Card]) -> None:
-        self.title, self.cards = title, cards
+        self.title = title
+        self.cards = cards
 
     @property
     def html(self) -> str:

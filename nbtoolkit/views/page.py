@@ -128,7 +128,8 @@ def strip(state: State, now: float) -> Card:
     sign, colour = _SIGNS.get(state.status, ("✕", FAILED))
     hint = moment(state.ended.t) + " UTC" if state.ended else ""
     name, value, where = text.best(state)
-    share, progress = state.share(), _progress(state, now)
+    share = state.share()
+    progress = _progress(state, now)
     line: list[Text | Chip | Bar] = [
         Text(text.name_of(state), "bold", state.paths.run_id),
         Chip(f"{sign} {text.status_of(state)}", colour, hint),

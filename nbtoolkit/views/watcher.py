@@ -67,9 +67,13 @@ class Watcher:
         share: float,
         closed: Exception,
     ) -> None:
-        self._look, self._on_error, self._share = look, on_error, share
+        self._look = look
+        self._on_error = on_error
+        self._share = share
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._closed, self._lock, self._error = False, threading.Lock(), closed
+        self._closed = False
+        self._lock = threading.Lock()
+        self._error = closed
         # A daemon: the kernel's exit does not wait for it.
         self._thread = threading.Thread(target=self._loop, name="nbtoolkit-view", daemon=True)
         self._thread.start()
@@ -309,7 +313,9 @@ class LineDisplay:
         in_notebook: bool,
         seconds: float = MINUTE,
     ) -> None:
-        self._make_state, self._say, self._seconds = make_state, say, seconds
+        self._make_state = make_state
+        self._say = say
+        self._seconds = seconds
         self._in_notebook = in_notebook
 
     def open(self, *, waits: bool) -> None:

@@ -105,7 +105,8 @@ class AloneChannel:
     async_reports = False
 
     def __init__(self, channel: Channel, ends: float | None) -> None:
-        self._channel, self._ends = channel, ends
+        self._channel = channel
+        self._ends = ends
 
     def send(self, message: messages.Statement) -> None:
         """See :class:`Channel`."""

@@ -60,7 +60,8 @@ def check_submission(
 def _mistakes(
     frame: pd.DataFrame, sample: pd.DataFrame, probabilities: bool | str
 ) -> Iterator[str]:
-    columns, needed = list(frame.columns), list(sample.columns)
+    columns = list(frame.columns)
+    needed = list(sample.columns)
     if columns != needed:
         index = any(str(name).startswith("Unnamed: ") for name in columns)
         hint = " (an index: write the file with index=False)" if index else ""
@@ -81,7 +82,8 @@ def _id_mistakes(ids: pd.Series, needed: pd.Series) -> Iterator[str]:
     repeated = ids[ids.duplicated()].unique().tolist()
     if repeated:
         yield f"ids are there more than once: {reprlib.repr(repeated)}"
-    missing, unknown = needed[~needed.isin(ids)], ids[~ids.isin(needed)].dropna()
+    missing = needed[~needed.isin(ids)]
+    unknown = ids[~ids.isin(needed)].dropna()
     if len(missing):
         yield f"ids of the sample are missing: {reprlib.repr(missing.to_list())}"
     if len(unknown):
@@ -97,7 +99,9 @@ def _id_mistakes(ids: pd.Series, needed: pd.Series) -> Iterator[str]:
 
 
 def _value_mistakes(values: pd.Series, expected: pd.Series, *, ids: bool) -> Iterator[str]:
-    name, kind, needed = repr(values.name), _kind(values), _kind(expected)
+    name = repr(values.name)
+    kind = _kind(values)
+    needed = _kind(expected)
     if missing := int(values.isna().sum()):
         yield f"{name} has no value in {missing} row(s) (NaN)"
     if endless := int(values.isin([float("inf"), float("-inf")]).sum()):
