@@ -82,7 +82,7 @@ def _raised(rank: int, content: bytes) -> Failed:
     if not error.exit:
         return Failed(error=error, rank=rank, cause="raised")
     died = WorkerDied(
-        f"rank {rank} ended itself with {error.type.removeprefix('builtins.')}({error.text})",
+        f"rank {rank} ended itself with {error.type}({error.text})",
         allowed="the training function returns a value or raises an Exception",
         do=error.advice or "return instead of calling sys.exit()",
     )

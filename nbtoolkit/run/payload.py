@@ -419,11 +419,11 @@ def _sources(files: set[str]) -> dict[str, list[str]]:
 
 def _cannot_pickle(function: Callable[..., Any], error: Exception) -> CannotPickle:
     """The error that names the captured object that cannot be pickled, found by trying each."""
-    called = f"{getattr(function, '__name__', _type_name(function))}()"
+    called = f"{getattr(function, '__name__', type_name(function))}()"
     what = f"the function {called} cannot be pickled: {error}"
     for label, value in _captured(function):
         if cause := _pickle_failure(value):
-            which = f"the {label} (a {_type_name(value)}){_inner_part(value)}"
+            which = f"the {label} (a {type_name(value)}){_inner_part(value)}"
             what = f"{which}, captured by {called}, cannot be pickled: {cause}"
             break
     return CannotPickle(
@@ -481,11 +481,12 @@ def _inner_part(value: object) -> str:
         parts = [(f"attribute `{name}`", part) for name, part in attributes.items()]
     for label, part in parts:
         if _pickle_failure(part):
-            return f", through its {label} (a {_type_name(part)})"
+            return f", through its {label} (a {type_name(part)})"
     return ""
 
 
-def _type_name(value: object) -> str:
+def type_name(value: object) -> str:
+    """Return the name of a value's type with its module, unless it is a builtin."""
     kind = type(value)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{module}{kind.__qualname__}"

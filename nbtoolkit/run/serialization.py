@@ -17,7 +17,7 @@ import cloudpickle
 from nbtoolkit.errors import CannotPickle, WorkerError
 from nbtoolkit.run.events import RunEnded
 from nbtoolkit.run.paths import reading
-from nbtoolkit.run.payload import came_from_payload, in_main
+from nbtoolkit.run.payload import came_from_payload, in_main, type_name
 from nbtoolkit.run.tracebacks import PackedFrame, pack_traceback, rebuild_traceback, users_part
 
 _MAX_CHAIN = 5  # causes and contexts that are packed; longer chains are cut
@@ -174,7 +174,7 @@ def pack_error(error: BaseException, depth: int = 0) -> PackedError:
     inner = depth < _MAX_CHAIN
     cause, context = error.__cause__, error.__context__
     return PackedError(
-        type=f"{type(error).__module__}.{type(error).__qualname__}",
+        type=type_name(error),
         text=error_text(error),
         traceback=_ends("".join(printed)),
         stack=pack_traceback(trace),

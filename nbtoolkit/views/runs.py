@@ -99,7 +99,7 @@ def _result(folder: Path, written: float) -> tuple[str, list[str]]:
     if ended is None:
         return "interrupted", []
     if ended.error is not None:
-        return "failed", [shortened(ended.error.removeprefix("builtins."), _TITLE)]
+        return "failed", [shortened(ended.error, _TITLE)]
     summary, values = ended.summary, number_values(ended.metrics)
     progress = []
     if isinstance(scores := summary.get("scores"), dict):

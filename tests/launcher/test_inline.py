@@ -59,7 +59,7 @@ def test_an_exception_passes_as_it_is_and_is_recorded(tmp_path: Path) -> None:
     assert caught.value is error
     assert not hasattr(error, "__notes__")
     [paths] = runs_in(tmp_path)
-    assert last_of(paths.folder).error == "builtins.ValueError: mine"
+    assert last_of(paths.folder).error == "ValueError: mine"
     assert not paths.owned()
     with pytest.raises(ValueError, match="mine"):
         nb.attach(paths.folder).result()

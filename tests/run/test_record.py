@@ -109,7 +109,7 @@ def test_an_attempt_that_completes_leaves_no_error_of_the_one_before(record: Run
     paths = record.paths
     record.fail(pack_error(ValueError("no")), rank=1, notes=["once"])
     [failed] = written(record, "ended")
-    assert (failed.status, failed.error, failed.rank) == ("failed", "builtins.ValueError: no", 1)
+    assert (failed.status, failed.error, failed.rank) == ("failed", "ValueError: no", 1)
     assert (failed.notes, paths.error_pickle.exists()) == (["once"], True)
     RunRecord(paths, deadline=None).complete("completed", 1)
     assert not paths.error_pickle.exists()

@@ -42,7 +42,7 @@ def test_runs_that_ended_are_listed_by_their_results(tmp_path: Path) -> None:
     ended_run(tmp_path, "20260101T000003-friedman-843e", friedman, minutes=12)
     ended_run(tmp_path, "20260101T000002-folds-0000", folds, minutes=180)
     ended_run(tmp_path, "20260101T000001-train-1234", single)
-    failure = {"status": "failed", "error": f"builtins.E: {EVIL}"}
+    failure = {"status": "failed", "error": f"E: {EVIL}"}
     ended_run(tmp_path, "20260101T000000-bad-1234", failure)
     assert texts(tmp_path) == [
         "friedman-843e · completed · 20 trials · best 0.3602 · 12 min ago",
