@@ -134,7 +134,7 @@ class TrainState:
 
     def end_epoch(self, values: dict[str, float], step: int) -> bool:
         """End the current epoch with its metrics; returns whether it is the best so far."""
-        self.epoch = self.epoch + 1
+        self.epoch += 1
         self.values = values
         self.taken = 0
         self.loss = self.seen = 0.0
@@ -235,14 +235,10 @@ def _random_state(device: torch.device) -> RandomState:
     import torch
 
     version, words, gauss = random.getstate()
-    numbers = np.random.get_state(legacy=False)
-    keys = numbers["state"]["key"]
-    position = numbers["state"]["pos"]
-    has_gauss = numbers["has_gauss"]
-    cached = numbers["gauss"]
+    _, keys, position, has_gauss, cached = np.random.get_state()
     state = {
         "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
-        "numpy": [torch.from_numpy(keys.astype(np.int64)), int(position), has_gauss, float(cached)],
+        "numpy": [torch.tensor(np.asarray(keys, np.int64)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
     }
     if device.type == "cuda":
@@ -328,18 +324,18 @@ class Resumable:
         Raises:
             CheckpointError: it belongs to other data or another model.
         """
-        train_step = self.train_step
         progress = self.progress
         saved = stored.read("training")
         _check_same_samples(stored.folder, saved["sampling"], self.sampling)
-        train_step.restore({**saved, **stored.weights()}, source=str(stored.folder))
+        self.train_step.restore({**saved, **stored.weights()}, source=str(stored.folder))
         progress.restore(saved["progress"])
         self.callbacks.restore(saved.get("callbacks", {}))
         if progress.taken:
             if len(saved["random_states"]) == ctx.world_size:
                 restore_random_state(saved["random_states"][ctx.rank], ctx.device)
             else:
-                seed_rank(ctx.device, ctx.seed, "resumed", train_step.steps_done, ctx.rank)
+                steps = self.train_step.steps_done
+                seed_rank(ctx.device, ctx.seed, "resumed", steps, ctx.rank)
         within = f", {progress.taken} steps into the next one" if progress.taken else ""
         ctx.print(f"fit: resumes after epoch {progress.epoch}{within}")
 
@@ -424,13 +420,11 @@ class CheckpointManager(SaveTimes):
         ctx = self._ctx
         train_step = fit.train_step
         progress = fit.progress
-        strategy = train_step.strategy
         state = None
         states = gather_random_states(ctx.device, ctx.world_size) if within_epoch else None
-        if strategy.gathers:
+        if train_step.strategy.gathers:
             self.finish_writing()  # rank 0 then has the memory of one whole state
-            state = strategy.gathered(train_step.state())
-        step = train_step.steps_done
+            state = train_step.strategy.gathered(train_step.state())
         position = (train_step.steps_done, progress.epoch)
         if position == self._position or not ctx.is_main:
             return
@@ -441,6 +435,7 @@ class CheckpointManager(SaveTimes):
             before()
             files = fit.files(train_step.state() if state is None else state, states)
             about = {"epoch": progress.epoch, "taken": progress.taken, "values": progress.values}
+            step = train_step.steps_done
             self._writer.put("step", step, self._state_copy.update(files), about)
 
     def resume(self, fit: Resumable) -> None:
