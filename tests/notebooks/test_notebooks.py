@@ -69,7 +69,6 @@ def test_training_under_papermill_with_parameters(tmp_path: Path) -> None:
     assert "2 processes on the CPU" in outputs["plan"][-1].data["text/html"]
     assert f"{result.metrics['val_accuracy']:.6g}" in outputs["train"][-1].data["text/html"]
     assert "<img alt=" in html_of(outputs["curves"])
-    assert "are right" in html_of(outputs["curves"])
     shown = "".join(out.get("text", "") for out in outputs["train"])
     assert "[rank 0] epoch 3/3  train_loss" in shown
     assert str(run) in said(outputs["after"])
