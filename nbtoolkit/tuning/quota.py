@@ -105,9 +105,9 @@ def quota(output_dir: str | os.PathLike[str] | None = None, *, hours: float | No
     """Count the device-hours that the runs of an output folder used, by host and week.
 
     The time of each attempt of a run counts, from its first event to its last one, even if the
-    attempt was killed. Runs in the folder's trash count; runs whose folders are gone do not. A
-    folder whose events cannot be read does not count, and the result names it. The time between the
-    runs of a notebook is not counted here, although Kaggle's own quota counts it.
+    attempt was killed; runs whose folders are gone do not count. A folder whose events cannot be
+    read does not count, and the result names it. The time between the runs of a notebook is not
+    counted here, although Kaggle's own quota counts it.
 
     Args:
         output_dir: the output folder; None: ``runtime.output_dir`` of the default configuration.
@@ -151,7 +151,7 @@ class AttemptSpan:
     """The time of an attempt of a run that lies in one week.
 
     Attributes:
-        run: the run's folder, below the output folder; the same in the trash.
+        run: the run's folder, below the output folder.
         attempt: unix seconds at which the attempt began.
         week: the day on which the week begins.
         begin: unix seconds.
