@@ -14,8 +14,7 @@ from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.run_result import result_of
 from nbtoolkit.run.events import Event, FoldChanged
 from nbtoolkit.run.output import charts, displays
-from nbtoolkit.run.paths import RunPaths, Status
-from nbtoolkit.run.serialization import unpack_value
+from nbtoolkit.run.paths import RunPaths, Status, read_pickle
 from nbtoolkit.study.table import EventTable, short
 
 if TYPE_CHECKING:
@@ -130,7 +129,7 @@ class CVResult:
     def values(self) -> list[Any]:
         """The value that rank 0 returned in each fold; None for a fold that is not finished."""
         return [
-            unpack_value(self.run(index).value(0)) if index in self._finished else None
+            read_pickle(self.run(index).value(0)) if index in self._finished else None
             for index in range(len(self.folds))
         ]
 

@@ -21,10 +21,10 @@ from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.run.attempts import run_config
 from nbtoolkit.run.checkpoints.weights import load_model
 from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
-from nbtoolkit.run.paths import RunPaths, make_folder, write_whole
+from nbtoolkit.run.paths import RunPaths, make_folder, read_pickle, write_whole
 from nbtoolkit.run.payload import JobSpec, RunRequest
 from nbtoolkit.run.resume import new_run, write_header
-from nbtoolkit.run.serialization import add_note, pack_value, unpack_value
+from nbtoolkit.run.serialization import add_note, pack_value
 from nbtoolkit.text_table import counted
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class FoldRun:
     @property
     def value(self) -> Any:
         """The value that ``train`` returned in this fold."""
-        return unpack_value(self.paths.value(0))
+        return read_pickle(self.paths.value(0))
 
     def load_into(self, model: Model) -> Model:
         """Load the fold's weights into ``model``; return it on ``ctx.device``, ready to predict."""
@@ -257,7 +257,7 @@ class _Prediction:
 
     def _outputs(self, model: _FoldModel, ctx: RunContext, part: object) -> Array:
         try:
-            predict = self._predict or unpack_value(model.paths.predictor)
+            predict = self._predict or read_pickle(model.paths.predictor)
             outputs = predict(FoldRun(paths=model.paths, fold=model.fold, ctx=ctx), part)
             return as_array(outputs if self._transform is None else self._transform(outputs))
         except Exception as error:
@@ -272,7 +272,7 @@ class _Prediction:
         for number, model in enumerate(self._models):
             files = sorted(_parts(paths).glob(f"{number:04d}-*.pkl"))
             if files and len(files) == int(files[0].stem.rpartition("-")[2]):
-                whole[model.label] = np.concatenate([unpack_value(file) for file in files])
+                whole[model.label] = np.concatenate([read_pickle(file) for file in files])
         return whole
 
 

@@ -16,9 +16,8 @@ from nbtoolkit.run.attempts import first_event, last_event, newest_plan
 from nbtoolkit.run.events import EventReader, MetricsLogged, RunEnded, RunStarted
 from nbtoolkit.run.failure import raise_failure
 from nbtoolkit.run.output import charts
-from nbtoolkit.run.paths import RunPaths, Status, reading
+from nbtoolkit.run.paths import RunPaths, Status, read_pickle, reading
 from nbtoolkit.run.remote_job import RemoteJob, last_lines
-from nbtoolkit.run.serialization import unpack_value
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +54,7 @@ class RunResult:
     @cached_property
     def value(self) -> Any:
         """The value that rank 0 returned, with tensors on the CPU; None if the run ended early."""
-        return unpack_value(self.paths.value(0)) if self.status == "completed" else None
+        return read_pickle(self.paths.value(0)) if self.status == "completed" else None
 
     @cached_property
     def values(self) -> list[Any]:
@@ -63,7 +62,7 @@ class RunResult:
         if self.status != "completed":
             return []
         others = range(1, self._processes)
-        return [self.value, *(unpack_value(self.paths.value(rank)) for rank in others)]
+        return [self.value, *(read_pickle(self.paths.value(rank)) for rank in others)]
 
     @cached_property
     def step_time(self) -> dict[str, float]:

@@ -8,13 +8,13 @@ from typing import NoReturn
 
 from nbtoolkit.errors import NbtoolkitError, RunFileError
 from nbtoolkit.run.attempts import last_event
+from nbtoolkit.run.events import RunEnded
 from nbtoolkit.run.paths import RunPaths, reading
 from nbtoolkit.run.serialization import (
     PackedError,
     add_note,
     as_worker_error,
     for_the_cell,
-    recorded_error,
     unpack_error,
 )
 from nbtoolkit.run.tracebacks import show_users_part, user_line
@@ -35,7 +35,7 @@ def raise_failure(paths: RunPaths) -> NoReturn:
         ended = last_event(paths)
         if ended is None or ended.error is None:
             raise
-        error = as_worker_error(recorded_error(ended))
+        error = as_worker_error(_recorded_error(ended))
     _show_notes(error)
     show_users_part(error)
     raise error
@@ -95,3 +95,10 @@ def cell_name(filename: str, line: int) -> str:
             if filename in names:
                 return f"Cell In[{number}], line {line}"
     return f"{filename}:{line}"
+
+
+def _recorded_error(ended: RunEnded) -> PackedError:
+    """The error of a failed run as its last event has it: without its pickle."""
+    kind, _, text = (ended.error or "").partition(": ")
+    trace, rank = ended.traceback, ended.rank
+    return PackedError(type=kind, text=text, traceback=trace, rank=rank, notes=ended.notes)

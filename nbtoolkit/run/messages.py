@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from nbtoolkit.run.rank_check import Weights
-
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
 else:
@@ -17,6 +15,9 @@ else:
         """A placeholder: only mypy needs it, and ``typing`` has it from Python 3.11 on."""
         return lambda kind: kind
 
+
+Weights = list[list[float]]
+"""For each optimizer, in the order of their first steps, some weights of its parameters."""
 
 _TYPES: dict[str, type[Message]] = {}
 

@@ -27,6 +27,7 @@ import errno
 import fcntl
 import json
 import os
+import pickle
 import re
 import secrets
 import stat
@@ -356,6 +357,16 @@ def reading(path: Path) -> Iterator[None]:
             do="ask its owner to share the folder (chmod go+rX); restore a damaged file from a "
             "copy; a run without a result resumes when it is launched again",
         ) from error
+
+
+def read_pickle(path: Path) -> Any:
+    """Read a pickled value (load only your own runs).
+
+    Raises:
+        RunFileError: it is damaged, another user's, or something in it cannot be imported here.
+    """
+    with reading(path):
+        return pickle.loads(path.read_bytes())
 
 
 def read_json(path: Path) -> Any:

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from nbtoolkit.run.messages import Weights
+
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
@@ -24,9 +26,6 @@ _OPTIMIZERS = 16  # the last ones: a function may make a new one for each of a h
 _MARK = "_nbtoolkit_followed"
 # Ranks that add up in another order, or on other devices, differ by some 1e-7 of a weight.
 _RELATIVE, _ABSOLUTE = 1e-4, 1e-7
-
-Weights = list[list[float]]
-"""For each optimizer, in the order of their first steps, some weights of its parameters."""
 
 
 class SteppedOptimizers:

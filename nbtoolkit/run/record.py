@@ -24,8 +24,9 @@ from nbtoolkit.run.events import (
     RunStarted,
     StopRequested,
 )
+from nbtoolkit.run.messages import Weights
 from nbtoolkit.run.paths import RunPaths, read_or_empty, sync_folder, write_whole
-from nbtoolkit.run.rank_check import Weights, divergence_warning, report_warning
+from nbtoolkit.run.rank_check import divergence_warning, report_warning
 
 if TYPE_CHECKING:
     from nbtoolkit.run.serialization import PackedError

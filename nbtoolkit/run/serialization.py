@@ -1,4 +1,4 @@
-"""Pack return values and exceptions in a rank, and unpack them in the kernel."""
+"""Pack return values and exceptions in a rank, and unpack exceptions in the kernel."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import cloudpickle
 
 from nbtoolkit.errors import CannotPickle, WorkerError
-from nbtoolkit.run.events import RunEnded
-from nbtoolkit.run.paths import reading
 from nbtoolkit.run.payload import came_from_payload, in_main, type_name
 from nbtoolkit.run.tracebacks import PackedFrame, pack_traceback, rebuild_traceback, users_part
 
@@ -95,16 +91,6 @@ def _can_dump(value: object) -> bool:
     return True
 
 
-def unpack_value(path: Path) -> Any:
-    """Read a return value written by a rank (a pickle: load only your own runs).
-
-    Raises:
-        RunFileError: the file is damaged, or something in it cannot be imported here.
-    """
-    with reading(path):
-        return pickle.loads(path.read_bytes())
-
-
 # --- exceptions ---
 
 
@@ -155,13 +141,6 @@ class PackedError:
         if not isinstance(error, cls):
             raise TypeError(f"it holds a {type(error).__name__}")
         return error
-
-
-def recorded_error(ended: RunEnded) -> PackedError:
-    """The error of a failed run as its last event has it: without its pickle."""
-    kind, _, text = (ended.error or "").partition(": ")
-    trace, rank = ended.traceback, ended.rank
-    return PackedError(type=kind, text=text, traceback=trace, rank=rank, notes=ended.notes)
 
 
 def pack_error(error: BaseException, depth: int = 0) -> PackedError:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from nbtoolkit.run import messages
 from nbtoolkit.run.events import MetricsLogged, MetricsReported
-from nbtoolkit.run.rank_check import Weights
+from nbtoolkit.run.messages import Weights
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.signals import SignalFlag, describe_signal
 from nbtoolkit.run.transport import Connection

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from nbtoolkit.folds.folds import Fold
+    from nbtoolkit.run.messages import Weights
     from nbtoolkit.run.payload import JobSpec
-    from nbtoolkit.run.rank_check import SteppedOptimizers, Weights
+    from nbtoolkit.run.rank_check import SteppedOptimizers
     from nbtoolkit.worker.first_step import FirstStep
     from nbtoolkit.worker.random_numbers import RankDraws
     from nbtoolkit.worker.undivided import UndividedLoaders

@@ -12,7 +12,7 @@ import pytest
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
-from nbtoolkit.run.serialization import unpack_value
+from nbtoolkit.run.paths import read_pickle
 from nbtoolkit.worker.context import RunContext
 
 SPACE = {
@@ -66,7 +66,7 @@ def test_trials_and_folds_on_all_devices_listen_on_loopback_only(config: Config)
     )
     values = list(swept.paths.folder.glob("trials/*/fold-*/values/0.pkl"))
     assert len(values) == 2
-    assert [beyond(unpack_value(path)) for path in values] == [[], []]
+    assert [beyond(read_pickle(path)) for path in values] == [[], []]
 
 
 def reached(config: Config, ctx: RunContext) -> list[str]:
