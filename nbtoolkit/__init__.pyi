@@ -5,10 +5,6 @@ from nbtoolkit import verify as verify
 from nbtoolkit.attach import attach as attach
 from nbtoolkit.config.schema import Config as Config
 from nbtoolkit.config.schema import load_config as load_config
-from nbtoolkit.crossval.cross_validation import cross_validate as cross_validate
-from nbtoolkit.crossval.cv_result import CVResult as CVResult
-from nbtoolkit.crossval.fold_predictions import FoldRun as FoldRun
-from nbtoolkit.crossval.fold_predictions import predict_mean as predict_mean
 from nbtoolkit.doctor import doctor as doctor
 from nbtoolkit.environment.deadline import set_deadline as set_deadline
 from nbtoolkit.environment.hardware import Hardware as Hardware
@@ -19,8 +15,6 @@ from nbtoolkit.errors import RunStopped as RunStopped
 from nbtoolkit.extras.competition.blend import Blend as Blend
 from nbtoolkit.extras.competition.blend import blend as blend
 from nbtoolkit.extras.competition.submission import check_submission as check_submission
-from nbtoolkit.folds.folds import Folds as Folds
-from nbtoolkit.folds.make_folds import make_folds as make_folds
 from nbtoolkit.host import Host as Host
 from nbtoolkit.host import detect_host as detect_host
 from nbtoolkit.launcher.launch import launch as launch
@@ -34,8 +28,13 @@ from nbtoolkit.notebooks.publish import publish as publish
 from nbtoolkit.notebooks.run import run_notebook as run_notebook
 from nbtoolkit.panel.panel import Panel as Panel
 from nbtoolkit.panel.panel import panel as panel
-from nbtoolkit.report.report import report as report
 from nbtoolkit.run.checkpoints.weights import load_model as load_model
+from nbtoolkit.search.crossval.cross_validation import cross_validate as cross_validate
+from nbtoolkit.search.crossval.cv_result import CVResult as CVResult
+from nbtoolkit.search.crossval.fold_predictions import FoldRun as FoldRun
+from nbtoolkit.search.crossval.fold_predictions import predict_mean as predict_mean
+from nbtoolkit.search.folds.folds import Folds as Folds
+from nbtoolkit.search.folds.make_folds import make_folds as make_folds
 from nbtoolkit.search.sweep import sweep as sweep
 from nbtoolkit.search.sweep_result import SweepHandle as SweepHandle
 from nbtoolkit.search.sweep_result import SweepResult as SweepResult
@@ -61,4 +60,5 @@ from nbtoolkit.tuning.learning_rate import find_learning_rate as find_learning_r
 from nbtoolkit.tuning.quota import Quota as Quota
 from nbtoolkit.tuning.quota import quota as quota
 from nbtoolkit.version import __version__ as __version__
+from nbtoolkit.views.report import report as report
 from nbtoolkit.worker.context import RunContext as RunContext

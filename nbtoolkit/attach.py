@@ -22,8 +22,8 @@ def attach(
     """Return a handle to a run that another kernel started, or that has ended.
 
     For a sweep the handle is a :class:`~nbtoolkit.search.sweep_result.SweepHandle`, and for a
-    cross-validation a :class:`~nbtoolkit.crossval.cross_validation.CVHandle`. The handle shows
-    nothing until you call ``result()`` or a cell displays it.
+    cross-validation a :class:`~nbtoolkit.search.crossval.cross_validation.CVHandle`. The handle
+    shows nothing until you call ``result()`` or a cell displays it.
 
     Args:
         folder: the run's folder, or its id in the folder ``outputs``.
@@ -45,7 +45,7 @@ def attach(
 
         return handle_on_sweep(paths, screen, on_event=on_event)
     if kind == "cv":
-        from nbtoolkit.crossval.cross_validation import handle_on_folds
+        from nbtoolkit.search.crossval.cross_validation import handle_on_folds
 
         return handle_on_folds(paths, screen, on_event=on_event)
     cell = displays().show(CellOutput(paths, display), paths, screen)

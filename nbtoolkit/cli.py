@@ -26,11 +26,11 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.version import __version__
 
 if TYPE_CHECKING:
-    from nbtoolkit.crossval.cv_result import CVResult
-    from nbtoolkit.folds.folds import FoldKind, Folds
     from nbtoolkit.launcher.run_handle import RunHandle
     from nbtoolkit.launcher.run_result import RunResult
     from nbtoolkit.run.paths import RunPaths
+    from nbtoolkit.search.crossval.cv_result import CVResult
+    from nbtoolkit.search.folds.folds import FoldKind, Folds
     from nbtoolkit.search.sweep_result import SweepResult
     from nbtoolkit.views.state import State
 
@@ -229,7 +229,7 @@ def cv(
     processes: Processes = None,
 ) -> int:
     """Train one model per fold, and print the mean and the spread of the scores."""
-    from nbtoolkit.crossval.cross_validation import cross_validate
+    from nbtoolkit.search.crossval.cross_validation import cross_validate
     from nbtoolkit.tasks.find import find_task
 
     settings = config.load()
@@ -290,8 +290,8 @@ def sweep(
 
 def _folds(config: Config, folds: str, kind: str) -> Folds:
     """Load folds from a file, or split the task's data set into a number of folds."""
-    from nbtoolkit.folds.folds import Folds
-    from nbtoolkit.folds.make_folds import make_folds
+    from nbtoolkit.search.folds.folds import Folds
+    from nbtoolkit.search.folds.make_folds import make_folds
     from nbtoolkit.tasks.find import find_data
 
     if not folds.isdecimal():
@@ -319,7 +319,7 @@ def report(
     ] = None,
 ) -> None:
     """Write an HTML report on the runs in a folder: metrics, curves, sweeps, folds, devices."""
-    from nbtoolkit.report.report import report as write_report
+    from nbtoolkit.views.report import report as write_report
 
     print(write_report(folder, output))
 

@@ -78,7 +78,7 @@ class NbtoolkitError(Exception):
     def _render_traceback_(self) -> list[str]:
         """Format the error for IPython, which calls this: its traceback ends at the user's line."""
         # Imported by name: imports point to this module, and it stays light.
-        lines: list[str] = import_module("nbtoolkit.run.tracebacks").ipython_lines(self)
+        lines: list[str] = import_module("nbtoolkit.wire.tracebacks").ipython_lines(self)
         return lines
 
 

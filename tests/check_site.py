@@ -21,7 +21,7 @@ import nbtoolkit
 from nbtoolkit.__main__ import command_line
 from nbtoolkit.config.fields import allowed_values
 from nbtoolkit.config.schema import Config
-from nbtoolkit.study.sweep_config import SweepConfig
+from nbtoolkit.search.study.sweep_config import SweepConfig
 
 # Sphinx writes these for its own use.
 NOT_PAGES = {"search.html", "genindex.html", "py-modindex.html"}

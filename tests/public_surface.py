@@ -22,7 +22,7 @@ import typer
 import nbtoolkit as nb
 from nbtoolkit.__main__ import command_line
 from nbtoolkit.run import events
-from nbtoolkit.study.sweep_config import SweepConfig
+from nbtoolkit.search.study.sweep_config import SweepConfig
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

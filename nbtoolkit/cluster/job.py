@@ -17,7 +17,7 @@ from nbtoolkit.launcher.remote import load_call
 from nbtoolkit.run.events import EventReader, RunStarted, StopRequested
 from nbtoolkit.run.output import error_lines
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.signals import WARNINGS, is_signal_reason, not_yet
+from nbtoolkit.wire.signals import WARNINGS, is_signal_reason, not_yet
 
 EARLY_FILE = "remote/ended-early"
 

@@ -20,15 +20,12 @@ from nbtoolkit.host import detect_host
 from nbtoolkit.launcher.in_process import InProcessRecorder, record_inline
 from nbtoolkit.launcher.out_of_memory import is_out_of_memory
 from nbtoolkit.launcher.remote import load_packed, write_packed
-from nbtoolkit.run import messages
 from nbtoolkit.run.attempts import last_event
 from nbtoolkit.run.output import CellOutput
 from nbtoolkit.run.paths import RunPaths, write_json
-from nbtoolkit.run.payload import unload_function
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.remote_job import events_size
 from nbtoolkit.run.resume import ChosenRun, lock_run, write_first_event
-from nbtoolkit.run.serialization import pack_error
 from nbtoolkit.search.job_runner import describe_fault, job_request
 from nbtoolkit.search.pool import (
     JobEnded,
@@ -43,6 +40,9 @@ from nbtoolkit.search.pool import (
     run_search,
 )
 from nbtoolkit.search.slots import ALONE, Slot
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.payload import unload_function
+from nbtoolkit.wire.serialization import pack_error
 from nbtoolkit.worker.main import write_output_to
 
 _TICK = 0.2  # seconds between two looks at the folder and at the cluster's size

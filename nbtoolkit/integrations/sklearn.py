@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import os
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.folds.folds import Fold
+    from nbtoolkit.search.folds.folds import Fold
     from nbtoolkit.worker.context import RunContext
 
     Scorer: TypeAlias = Callable[[Any, Any, Any], float]

@@ -15,9 +15,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nbtoolkit.environment.variables import apply_environment
-from nbtoolkit.run import messages
-from nbtoolkit.run.payload import JobSpec, PackedFunction, load_function, unpack
-from nbtoolkit.run.transport import Connection, GroupDescriptors
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.payload import JobSpec, PackedFunction, load_function, unpack
+from nbtoolkit.wire.transport import Connection, GroupDescriptors
 from nbtoolkit.worker.main import RankJob, run_rank, write_output_to
 
 if TYPE_CHECKING:

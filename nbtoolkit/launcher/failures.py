@@ -13,10 +13,10 @@ from nbtoolkit.environment.plan import GroupNotFormed, PortBusy
 from nbtoolkit.errors import WorkerDied
 from nbtoolkit.launcher.outcome import Failed, Finished, Outcome
 from nbtoolkit.launcher.worker_group import RankView, WorkerGroup
-from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.serialization import PackedError, pack_error
-from nbtoolkit.run.tracebacks import without_launcher
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.serialization import PackedError, pack_error
+from nbtoolkit.wire.tracebacks import without_launcher
 
 # Failures within so many seconds have one cause: a dead rank breaks its neighbours' connections
 # within milliseconds.

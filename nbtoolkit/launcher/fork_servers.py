@@ -18,13 +18,13 @@ from nbtoolkit.environment.grace import TRACKING_STALL_SECONDS
 from nbtoolkit.launcher.forkserver_client import ForkServerClient, exiting_error
 from nbtoolkit.launcher.preload import NOT_FORK_SAFE
 from nbtoolkit.launcher.tracking_client import TrackingClient
-from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.signals import without_interrupts
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.signals import without_interrupts
 
 if TYPE_CHECKING:
     from nbtoolkit.run.resume import RunLock
-    from nbtoolkit.run.transport import Connection
+    from nbtoolkit.wire.transport import Connection
 
 # Further modules that ranks have imported, from which on the next fork server is worth its start,
 # which takes 2 s: 100 modules import in 0.2 s to 1 s.

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 
 from nbtoolkit.launcher.preload import import_installed, import_late, preload
-from nbtoolkit.run import messages
-from nbtoolkit.run.payload import unpack
-from nbtoolkit.run.signals import ignore_warning_signals
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.payload import unpack
+from nbtoolkit.wire.signals import ignore_warning_signals
+from nbtoolkit.wire.transport import Connection
 from nbtoolkit.worker.forking import close_all, die_with_parent, kill_group, run_and_exit
 
 QUIET_SECONDS = 0.25

@@ -25,10 +25,10 @@ from nbtoolkit.environment.resources import (
 )
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.launcher.preload import import_conditions
-from nbtoolkit.run import messages
-from nbtoolkit.run.payload import pack_content
-from nbtoolkit.run.signals import without_interrupts
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.payload import pack_content
+from nbtoolkit.wire.signals import without_interrupts
+from nbtoolkit.wire.transport import Connection
 
 if TYPE_CHECKING:
     from nbtoolkit.run.resume import RunLock

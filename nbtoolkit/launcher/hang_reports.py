@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from nbtoolkit.errors import WorkerHung
 from nbtoolkit.launcher.outcome import Failed
 from nbtoolkit.launcher.worker_group import RankView
-from nbtoolkit.run import messages
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.serialization import pack_error
-from nbtoolkit.run.tracebacks import without_launcher
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.serialization import pack_error
+from nbtoolkit.wire.tracebacks import without_launcher
 
 _TOGETHER_CALLS = (
     "all ranks make calls that wait for other ranks (nb.predict, a model in DDP, collectives, "

@@ -31,15 +31,15 @@ from nbtoolkit.launcher.same_code import check_same_code
 from nbtoolkit.run.attempts import last_event
 from nbtoolkit.run.events import Event, EventReader, returned_numbers
 from nbtoolkit.run.failure import raise_failure
-from nbtoolkit.run.messages import Question, Reply, Statement
 from nbtoolkit.run.output import CellOutput, Display
 from nbtoolkit.run.paths import RunPaths, folder_error
-from nbtoolkit.run.payload import JobSpec, RunRequest
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.run.resume import ChosenRun, write_header
-from nbtoolkit.run.serialization import add_note, pack_error
-from nbtoolkit.run.signals import SignalFlag, catch_termination_signals, describe_signal
-from nbtoolkit.run.tracebacks import show_users_part
+from nbtoolkit.wire.messages import Question, Reply, Statement
+from nbtoolkit.wire.payload import JobSpec, RunRequest
+from nbtoolkit.wire.serialization import add_note, pack_error
+from nbtoolkit.wire.signals import SignalFlag, catch_termination_signals, describe_signal
+from nbtoolkit.wire.tracebacks import show_users_part
 from nbtoolkit.worker.advice import advice
 from nbtoolkit.worker.attempt_store import attempt_store
 from nbtoolkit.worker.channel import GroupChannel, RecordChannel

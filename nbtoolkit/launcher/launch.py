@@ -33,9 +33,9 @@ from nbtoolkit.launcher.train_function import Train, task_name
 from nbtoolkit.run.kept_answers import measured_speed
 from nbtoolkit.run.output import CellOutput, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.payload import JobSpec, RunRequest, pack_content, pack_function
 from nbtoolkit.run.resume import ChosenRun, choose_run, roll_back, write_header
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.wire.payload import JobSpec, RunRequest, pack_content, pack_function
+from nbtoolkit.wire.transport import Connection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

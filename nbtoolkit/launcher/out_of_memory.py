@@ -9,7 +9,7 @@ from nbtoolkit.environment.plan import may_accumulate_more
 from nbtoolkit.environment.resources import memory_kills
 from nbtoolkit.errors import LaunchError, PlanError
 from nbtoolkit.launcher.outcome import Failed, OutOfMemory
-from nbtoolkit.run.serialization import PackedError, one_line, pack_error
+from nbtoolkit.wire.serialization import PackedError, one_line, pack_error
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config

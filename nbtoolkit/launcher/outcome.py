@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from nbtoolkit.environment.plan import GroupNotFormed, PortBusy
 from nbtoolkit.errors import GroupStartFailed
-from nbtoolkit.run.serialization import PackedError, one_line, pack_error
+from nbtoolkit.wire.serialization import PackedError, one_line, pack_error
 
 if TYPE_CHECKING:
     from nbtoolkit.environment.launch_plan import LaunchPlan

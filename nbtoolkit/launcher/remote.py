@@ -13,7 +13,6 @@ from nbtoolkit.environment.variables import kernel_environment
 from nbtoolkit.errors import CannotPickle, ConfigError, LaunchError, PlanError
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.paths import RunPaths, atomic_file, folder_error
-from nbtoolkit.run.payload import PackedFunction, load_function, pack_function, unpack
 from nbtoolkit.run.remote_job import (
     CALL_FILE,
     JOB_MARK,
@@ -22,6 +21,7 @@ from nbtoolkit.run.remote_job import (
     write_job,
 )
 from nbtoolkit.run.resume import ChosenRun, roll_back, write_submitted
+from nbtoolkit.wire.payload import PackedFunction, load_function, pack_function, unpack
 
 Call = Callable[[], object]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nbtoolkit.launcher.outcome import Failed
-from nbtoolkit.run import messages
 from nbtoolkit.run.events import CheckpointSaved, MetricsLogged, MetricsReported
+from nbtoolkit.wire import messages
 
 PAUSES = (1.0, 10.0, 60.0)
 """Seconds before the first, the second and each further restart."""

@@ -17,18 +17,18 @@ from nbtoolkit.launcher.run_result import RunResult, no_result, pack_at_deadline
 from nbtoolkit.run.attempts import completed, last_event
 from nbtoolkit.run.events import Event, EventReader
 from nbtoolkit.run.failure import raise_failure
-from nbtoolkit.run.messages import ModulesImported, StopRequest, SupervisorLost
 from nbtoolkit.run.output import RunDisplay, displays
 from nbtoolkit.run.paths import RunPaths, write_json
 from nbtoolkit.run.remote_job import remote_job
-from nbtoolkit.run.signals import (
+from nbtoolkit.tracking.catch_up import wait_for_tracking
+from nbtoolkit.wire.messages import ModulesImported, StopRequest, SupervisorLost
+from nbtoolkit.wire.signals import (
     SignalFlag,
     catch_termination_signals,
     describe_signal,
     without_interrupts,
 )
-from nbtoolkit.run.transport import Connection
-from nbtoolkit.tracking.catch_up import wait_for_tracking
+from nbtoolkit.wire.transport import Connection
 
 _POLL_SECONDS = 0.1
 

@@ -24,13 +24,13 @@ from nbtoolkit.launcher.out_of_memory import as_out_of_memory
 from nbtoolkit.launcher.outcome import Failed, Finished, Outcome, OutOfMemory, record_end
 from nbtoolkit.launcher.restarts import Restarts
 from nbtoolkit.launcher.worker_group import RankView, Spawner, WorkerGroup
-from nbtoolkit.run import messages
 from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint
 from nbtoolkit.run.events import RETURNED, Event, MetricsReported, PlanChanged, RankPhaseChanged
 from nbtoolkit.run.paths import make_folder
-from nbtoolkit.run.payload import RunRequest
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.payload import RunRequest
+from nbtoolkit.wire.transport import Connection
 
 PORT_TRIES = 4
 

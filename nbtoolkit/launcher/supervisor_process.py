@@ -22,12 +22,12 @@ from nbtoolkit.environment.resources import START_TIME, STATE, process_fields
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.launcher.supervisor import RunSupervisor
 from nbtoolkit.launcher.worker_group import ForkServerGone, Spawner
-from nbtoolkit.run import messages
 from nbtoolkit.run.events import RunStarted
 from nbtoolkit.run.paths import RunPaths, folder_error, sign_lock
-from nbtoolkit.run.payload import RunRequest, unpack
-from nbtoolkit.run.signals import ENDING, SignalFlag, describe_signal
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.payload import RunRequest, unpack
+from nbtoolkit.wire.signals import ENDING, SignalFlag, describe_signal
+from nbtoolkit.wire.transport import Connection
 
 TICK = 0.05
 """Seconds between two polls without a message."""

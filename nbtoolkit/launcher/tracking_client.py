@@ -9,7 +9,7 @@ import sys
 
 from nbtoolkit.environment.resources import Activity, wait_while_active
 from nbtoolkit.launcher.forkserver_client import ForkServerClient
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.wire.transport import Connection
 
 _TRACKING = "nbtoolkit.tracking.service:run_service"
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from nbtoolkit.environment.installed import environment_key
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.resources import exit_code, is_running
-from nbtoolkit.run import messages
-from nbtoolkit.run.payload import JobSpec, PackedFunction, pack_content, unpack
-from nbtoolkit.run.transport import Connection, GroupConnections, free_port
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.payload import JobSpec, PackedFunction, pack_content, unpack
+from nbtoolkit.wire.transport import Connection, GroupConnections, free_port
 from nbtoolkit.worker.forking import kill_group
 
 

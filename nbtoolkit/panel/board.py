@@ -28,7 +28,7 @@ from nbtoolkit.panel.widgets import (
     set_trait,
     show,
 )
-from nbtoolkit.study.table import SweepTable
+from nbtoolkit.search.study.table import SweepTable
 from nbtoolkit.views.page import cards_of
 from nbtoolkit.views.run_cards import log_names
 from nbtoolkit.views.runs import RunEntry

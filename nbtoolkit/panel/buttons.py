@@ -8,18 +8,18 @@ from pprint import pformat
 from typing import Literal, TypedDict
 
 from nbtoolkit.config.schema import Config
-from nbtoolkit.crossval.cross_validation import cross_validate
 from nbtoolkit.errors import LaunchError
-from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.launch import launch
 from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.launcher.train_function import Train
 from nbtoolkit.panel.form import Validation
 from nbtoolkit.run.attempts import run_config
+from nbtoolkit.search.crossval.cross_validation import cross_validate
+from nbtoolkit.search.folds.folds import Folds
+from nbtoolkit.search.study.sweep_config import SweepConfig
+from nbtoolkit.search.study.table import SweepTable, Trial
 from nbtoolkit.search.sweep import FOLDS_FILE, sweep, sweep_to_resume
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, read_sweep_config
-from nbtoolkit.study.sweep_config import SweepConfig
-from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.tasks.find import find_task
 from nbtoolkit.views.state import State
 

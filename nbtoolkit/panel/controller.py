@@ -32,8 +32,8 @@ from nbtoolkit.views.trial_rows import View
 from nbtoolkit.views.watcher import Watcher
 
 if TYPE_CHECKING:
-    from nbtoolkit.folds.folds import Folds
     from nbtoolkit.launcher.run_handle import RunHandle
+    from nbtoolkit.search.folds.folds import Folds
 
 _CPU_SHARE = 0.2  # of a core, for the looks at a large sweep
 _MESSAGE_SECONDS = 20.0  # that a message stands; errors stand until the next press

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 from nbtoolkit.config.loading import dump, parse_settings
 from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.errors import ConfigError, NbtoolkitError
-from nbtoolkit.study.sweep_config import (
+from nbtoolkit.search.study.sweep_config import (
     PrunerName,
     SamplerName,
     SweepConfig,

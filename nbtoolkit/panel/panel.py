@@ -19,9 +19,9 @@ from nbtoolkit.run.paths import find_run
 if TYPE_CHECKING:
     import ipywidgets
 
-    from nbtoolkit.folds.folds import Folds
     from nbtoolkit.launcher.train_function import Train
     from nbtoolkit.panel.controller import Controller
+    from nbtoolkit.search.folds.folds import Folds
 
     Source = str | os.PathLike[str] | Mapping[str, object]
 

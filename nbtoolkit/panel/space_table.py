@@ -24,7 +24,7 @@ from nbtoolkit.panel.widgets import (
     set_trait,
     show,
 )
-from nbtoolkit.study.notation import expand
+from nbtoolkit.search.study.notation import expand
 from nbtoolkit.text_table import shortened
 
 _RANGE = ("low", "high", "log")

@@ -41,9 +41,9 @@ from typing import (
     get_type_hints,
 )
 
-from nbtoolkit.run import messages
-from nbtoolkit.run.messages import Statement
 from nbtoolkit.run.paths import open_regular, reading
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.messages import Statement
 
 Reading: TypeAlias = dict[str, float | str]
 """``rank`` or ``index`` (of a GPU), and the values read there, by name."""

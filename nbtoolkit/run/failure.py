@@ -10,14 +10,14 @@ from nbtoolkit.errors import NbtoolkitError, RunFileError
 from nbtoolkit.run.attempts import last_event
 from nbtoolkit.run.events import RunEnded
 from nbtoolkit.run.paths import RunPaths, reading
-from nbtoolkit.run.serialization import (
+from nbtoolkit.wire.serialization import (
     PackedError,
     add_note,
     as_worker_error,
     for_the_cell,
     unpack_error,
 )
-from nbtoolkit.run.tracebacks import show_users_part, user_line
+from nbtoolkit.wire.tracebacks import show_users_part, user_line
 
 
 def raise_failure(paths: RunPaths) -> NoReturn:

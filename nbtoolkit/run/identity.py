@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from nbtoolkit.config.fields import flat_settings
 from nbtoolkit.environment.installed import installed_roots
-from nbtoolkit.run.payload import closure_values, global_names
+from nbtoolkit.wire.payload import closure_values, global_names
 
 # Settings that do not change what a run computes (up to the order of sums), and so are not part of
 # its identity. The number of ranks is among them, since the batch of a step is global.

@@ -19,7 +19,7 @@ from nbtoolkit.run.paths import RunPaths
 if TYPE_CHECKING:
     from nbtoolkit.environment.launch_plan import LaunchPlan
     from nbtoolkit.run.resume import ChosenRun
-    from nbtoolkit.study.importance import Importance
+    from nbtoolkit.search.study.importance import Importance
     from nbtoolkit.views.figure import Chart
 
 

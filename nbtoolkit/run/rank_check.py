@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from nbtoolkit.run.messages import Weights
+from nbtoolkit.wire.messages import Weights
 
 if TYPE_CHECKING:
     from torch import Tensor

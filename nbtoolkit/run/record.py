@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.environment.deadline import on_monotonic_clock
-from nbtoolkit.run import messages
 from nbtoolkit.run.events import (
     CheckpointSaved,
     Event,
@@ -24,12 +23,13 @@ from nbtoolkit.run.events import (
     RunStarted,
     StopRequested,
 )
-from nbtoolkit.run.messages import Weights
 from nbtoolkit.run.paths import RunPaths, read_or_empty, sync_folder, write_whole
 from nbtoolkit.run.rank_check import divergence_warning, report_warning
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.messages import Weights
 
 if TYPE_CHECKING:
-    from nbtoolkit.run.serialization import PackedError
+    from nbtoolkit.wire.serialization import PackedError
 
 
 class RunRecord:

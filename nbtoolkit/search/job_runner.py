@@ -11,12 +11,9 @@ from nbtoolkit.environment.plan import Evidence, make_plan
 from nbtoolkit.launcher.outcome import Finished, OutOfMemory, error_of
 from nbtoolkit.launcher.supervisor import JobMessage, Report, RunSupervisor
 from nbtoolkit.launcher.worker_group import Spawner, WorkerGroup
-from nbtoolkit.run import messages
 from nbtoolkit.run.attempts import readable_first_event
 from nbtoolkit.run.events import MetricsReported
 from nbtoolkit.run.paths import RunPaths, make_folder, write_whole
-from nbtoolkit.run.payload import JobSpec, RunRequest
-from nbtoolkit.run.serialization import PackedError, one_line
 from nbtoolkit.search.pool import (
     Fault,
     JobReported,
@@ -26,6 +23,9 @@ from nbtoolkit.search.pool import (
     SearchRequest,
 )
 from nbtoolkit.search.slots import Slot
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.payload import JobSpec, RunRequest
+from nbtoolkit.wire.serialization import PackedError, one_line
 
 # The fault by the type of a job's error, unless memory ran out. The user's code raised all others.
 _FAULTS: dict[str, Fault] = {

@@ -17,7 +17,6 @@ from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.errors import NbtoolkitError
 from nbtoolkit.run.events import RETURNED, FoldChanged, IntermediateReported
 from nbtoolkit.run.identity import Identity
-from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.search.pool import (
     EventWriter,
     JobEnded,
@@ -30,6 +29,9 @@ from nbtoolkit.search.pool import (
     SearchEnd,
     SearchJob,
 )
+from nbtoolkit.search.study.samplers import OUT_OF_MEMORY, broken, learns_from, limits_of
+from nbtoolkit.search.study.study import FILE, folder_of, identity_of, open_study, trial_event
+from nbtoolkit.search.study.table import STOPPED_BY_HAND
 from nbtoolkit.search.sweep_errors import (
     no_such_metric,
     no_value,
@@ -37,9 +39,7 @@ from nbtoolkit.search.sweep_errors import (
     unread_parameters,
 )
 from nbtoolkit.search.time_budget import TimeBudget
-from nbtoolkit.study.samplers import OUT_OF_MEMORY, broken, learns_from, limits_of
-from nbtoolkit.study.study import FILE, folder_of, identity_of, open_study, trial_event
-from nbtoolkit.study.table import STOPPED_BY_HAND
+from nbtoolkit.wire.messages import SearchCommand
 
 _RETRIED = ("raised", "died", "hung")
 """Faults worth a retry; out of memory, NaN and timeouts would occur again."""

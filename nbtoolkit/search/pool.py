@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from nbtoolkit.environment.grace import EXIT_GRACE
 from nbtoolkit.run.events import CommandReceived, Event, RunStarted
-from nbtoolkit.run.messages import KernelRequest, SearchCommand, StopRequest
 from nbtoolkit.run.paths import Kind
+from nbtoolkit.wire.messages import KernelRequest, SearchCommand, StopRequest
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
     from nbtoolkit.environment.deadline import Note
     from nbtoolkit.environment.placement import MeasuredSpeed
-    from nbtoolkit.folds.folds import Folds
     from nbtoolkit.host import Host
     from nbtoolkit.run.paths import RunPaths
     from nbtoolkit.run.record import RunRecord
+    from nbtoolkit.search.folds.folds import Folds
     from nbtoolkit.search.slots import Placement, Slots
-    from nbtoolkit.study.sweep_config import SweepConfig
+    from nbtoolkit.search.study.sweep_config import SweepConfig
 
 JobStatus = Literal["completed", "pruned", "stopped", "deadline", "failed"]
 Fault = Literal["raised", "oom", "nan", "died", "hung", "timeout"]

@@ -19,11 +19,7 @@ from nbtoolkit.launcher.supervisor_process import (
     supervising,
 )
 from nbtoolkit.launcher.worker_group import ForkServerGone, Spawner
-from nbtoolkit.run import messages
-from nbtoolkit.run.payload import unpack
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.run.serialization import pack_error
-from nbtoolkit.run.transport import notify_files_changed
 from nbtoolkit.search.job_runner import JobRunner
 from nbtoolkit.search.pool import (
     JobEnded,
@@ -39,6 +35,10 @@ from nbtoolkit.search.pool import (
     run_search,
 )
 from nbtoolkit.search.slots import Slot
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.payload import unpack
+from nbtoolkit.wire.serialization import pack_error
+from nbtoolkit.wire.transport import notify_files_changed
 
 
 def schedule_search(descriptors: list[int]) -> None:

@@ -34,7 +34,6 @@ from nbtoolkit.run.events import RECORD
 from nbtoolkit.run.identity import Identity
 from nbtoolkit.run.kept_answers import measured_speed
 from nbtoolkit.run.paths import KIND_NAMES, RunPaths, runs_in
-from nbtoolkit.run.payload import pack_content, pack_function
 from nbtoolkit.run.resume import (
     ChosenRun,
     begin_attempt,
@@ -50,6 +49,7 @@ from nbtoolkit.run.resume import (
 )
 from nbtoolkit.search.pool import Search, SearchRequest
 from nbtoolkit.search.slots import make_slots
+from nbtoolkit.wire.payload import pack_content, pack_function
 
 if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config

@@ -14,8 +14,6 @@ from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
 from nbtoolkit.errors import ConfigError, FoldError, MissingExtra
-from nbtoolkit.folds.folds import Folds
-from nbtoolkit.folds.make_folds import make_folds
 from nbtoolkit.launcher.options import (
     LaunchOptions,
     SharedOptions,
@@ -26,17 +24,19 @@ from nbtoolkit.launcher.train_function import Train, task_name
 from nbtoolkit.run.events import Event
 from nbtoolkit.run.output import RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
+from nbtoolkit.search.folds.folds import Folds
+from nbtoolkit.search.folds.make_folds import make_folds
 from nbtoolkit.search.pool import Search
+from nbtoolkit.search.study.sweep_config import SweepConfig, load_sweep_config
+from nbtoolkit.search.study.table import SweepTable
 from nbtoolkit.search.submit import WantedSearch, complete, start_or_submit, unfinished
 from nbtoolkit.search.sweep_result import SweepHandle, SweepResult, TableLines, read_sweep_config
-from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
-from nbtoolkit.study.table import SweepTable
 from nbtoolkit.tasks.find import find_data
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from nbtoolkit.study.sweep_config import FoldConfig
+    from nbtoolkit.search.study.sweep_config import FoldConfig
 
     Source = str | os.PathLike[str] | Mapping[str, Any]
 

@@ -17,12 +17,12 @@ from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.launcher.run_result import result_of
 from nbtoolkit.run.attempts import run_config
 from nbtoolkit.run.events import Event, EventReader, NoteAdded, StopRequested, TrialChanged
-from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.run.output import MAX_BYTES, Screen, charts, displays, to_stdout
 from nbtoolkit.run.paths import RunPaths, Status, reading, write_json, write_whole
-from nbtoolkit.study.importance import importance
-from nbtoolkit.study.sweep_config import SweepConfig
-from nbtoolkit.study.table import ENDED, EventTable
+from nbtoolkit.search.study.importance import importance
+from nbtoolkit.search.study.sweep_config import SweepConfig
+from nbtoolkit.search.study.table import ENDED, EventTable
+from nbtoolkit.wire.messages import SearchCommand
 
 if TYPE_CHECKING:
     import optuna
@@ -113,7 +113,7 @@ class SweepResult:
     @cached_property
     def study(self) -> optuna.Study:
         """The Optuna study, read-only; its file is ``study.jsonl`` in the folder of the sweep."""
-        from nbtoolkit.study.study import read_study
+        from nbtoolkit.search.study.study import read_study
 
         file = self.paths.folder / STUDY_FILE
         with reading(file):
@@ -148,7 +148,7 @@ class SweepResult:
         recorded = {trial.number for trial in trials if trial.state in ENDED}
         if len(recorded) >= count:
             return events
-        from nbtoolkit.study.study import ended_trials
+        from nbtoolkit.search.study.study import ended_trials
 
         ended = ended_trials(self.study, self.sweep_config.make_space())
         lost = [trial for trial in ended if trial.number not in recorded]

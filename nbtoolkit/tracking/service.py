@@ -24,12 +24,12 @@ from typing import Any
 from nbtoolkit.environment.grace import EXIT_GRACE, STALL_SECONDS
 from nbtoolkit.environment.resources import Activity, has_ended, wait_while_active
 from nbtoolkit.errors import MissingExtra, NbtoolkitError, TrackingError
-from nbtoolkit.run.messages import TrackRun
 from nbtoolkit.run.paths import RunPaths, read_or_empty
-from nbtoolkit.run.transport import Connection
 from nbtoolkit.tracking.database import import_client
 from nbtoolkit.tracking.follower import Follower, first_event, lock_tracking
 from nbtoolkit.tracking.tracker import choose_tracking
+from nbtoolkit.wire.messages import TrackRun
+from nbtoolkit.wire.transport import Connection
 
 POLL = 0.5
 """Seconds between two polls of the runs (at 50 events a second: 4% of a core; 10% with 0.2 s)."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 from nbtoolkit.errors import FitError, some_names
-from nbtoolkit.run.serialization import PackedError, add_note, pack_error, unpack_error
+from nbtoolkit.wire.serialization import PackedError, add_note, pack_error, unpack_error
 from nbtoolkit.worker.random_numbers import (
     GeneratorStates,
     preserve_random_state,

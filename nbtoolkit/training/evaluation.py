@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from nbtoolkit.errors import CannotPickle, FitError
 from nbtoolkit.run.paths import RunPaths, write_whole
-from nbtoolkit.run.serialization import add_note, pack_value
 from nbtoolkit.training.data import Batch, Collate, make_source, take_apart
 from nbtoolkit.training.loader import (
     MapTrainLoader,
@@ -23,6 +22,7 @@ from nbtoolkit.training.loader import (
 from nbtoolkit.training.metrics import Meter, Metric
 from nbtoolkit.training.model import broadcast_buffers, half_precision
 from nbtoolkit.training.samples import EpochOrder, Passes, make_order
+from nbtoolkit.wire.serialization import add_note, pack_value
 from nbtoolkit.worker.collectives import Rows, gather_on_all, in_order
 
 if TYPE_CHECKING:

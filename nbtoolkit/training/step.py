@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from nbtoolkit.errors import CheckpointError, some_names
 from nbtoolkit.run.checkpoints.weights import load_weights
-from nbtoolkit.run.serialization import add_note
 from nbtoolkit.training.averaging import make_averages
 from nbtoolkit.training.losses import (
     BatchLoss,
@@ -40,6 +39,7 @@ from nbtoolkit.training.optim import (
 )
 from nbtoolkit.training.samples import MicroBatch
 from nbtoolkit.training.strategy import Fsdp, Strategy, refuse_unused
+from nbtoolkit.wire.serialization import add_note
 
 if TYPE_CHECKING:
     import torch

@@ -14,10 +14,10 @@ from nbtoolkit.errors import TuningError
 from nbtoolkit.launcher.train_function import Train
 from nbtoolkit.run.kept_answers import speed_key
 from nbtoolkit.run.output import to_stdout
-from nbtoolkit.run.serialization import one_line
 from nbtoolkit.text_table import counted, number, setting
 from nbtoolkit.tuning.answer import FinderResult, ShortRun, Subject
 from nbtoolkit.tuning.probe import probe
+from nbtoolkit.wire.serialization import one_line
 
 _STEPS = 40  # of each measurement; the second half counts
 _SYNC = {"checkpoint.every_steps": 10}  # wait for the device so often, in steps

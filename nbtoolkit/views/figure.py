@@ -11,7 +11,7 @@ from nbtoolkit.cards import RUNNING, Card, Part, Picture, Table, Text, Tiles, ht
 from nbtoolkit.errors import ReportFolderError
 from nbtoolkit.run.output import Curves
 from nbtoolkit.run.paths import RunPaths, write_whole
-from nbtoolkit.study.importance import Importance
+from nbtoolkit.search.study.importance import Importance
 from nbtoolkit.text_table import shortened
 from nbtoolkit.views.chart import PALETTE, Axis, Series, chart
 from nbtoolkit.views.page import cards_of

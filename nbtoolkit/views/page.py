@@ -19,7 +19,7 @@ from nbtoolkit.cards import (
 )
 from nbtoolkit.cards import html as html_of
 from nbtoolkit.cards import text as text_of
-from nbtoolkit.study.table import SweepTable
+from nbtoolkit.search.study.table import SweepTable
 from nbtoolkit.text_table import moment
 from nbtoolkit.views import run_cards, sweep_cards, text
 from nbtoolkit.views.state import State

@@ -24,7 +24,7 @@ from nbtoolkit.cards import (
     Tiles,
 )
 from nbtoolkit.config.schema import Config
-from nbtoolkit.study.table import SweepTable
+from nbtoolkit.search.study.table import SweepTable
 from nbtoolkit.text_table import duration, metric_column, number, setting, shortened
 from nbtoolkit.views.chart import (
     PALETTE,

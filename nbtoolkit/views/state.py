@@ -10,17 +10,17 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from nbtoolkit.crossval.cv_result import FoldTable
-from nbtoolkit.crossval.fold_loop import FOLDS_FILE, fold_key
 from nbtoolkit.errors import RunFileError, SweepError
 from nbtoolkit.run import events
 from nbtoolkit.run.attempts import kind_of, opening_event
 from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import Kind, RunPaths, read_or_empty
 from nbtoolkit.run.remote_job import job_has_started
+from nbtoolkit.search.crossval.cv_result import FoldTable
+from nbtoolkit.search.crossval.fold_loop import FOLDS_FILE, fold_key
+from nbtoolkit.search.study.notation import expand
+from nbtoolkit.search.study.table import SweepTable, Trial
 from nbtoolkit.search.sweep_result import read_sweep_config
-from nbtoolkit.study.notation import expand
-from nbtoolkit.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, number
 from nbtoolkit.views.chart import Points
 from nbtoolkit.views.workers import DeviceUse, JobSpan, device_uses, rows_of

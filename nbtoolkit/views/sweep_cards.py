@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from nbtoolkit.cards import BEST, ENDED, FAILED, RUNNING, Card, Part, Properties, Text, Tiles
 from nbtoolkit.errors import MissingExtra, SweepError
-from nbtoolkit.study.importance import LEAST, Importance, fence, importance
-from nbtoolkit.study.table import SweepTable, Trial
+from nbtoolkit.search.study.importance import LEAST, Importance, fence, importance
+from nbtoolkit.search.study.table import SweepTable, Trial
 from nbtoolkit.text_table import counted, duration, number, param, setting, shortened
 from nbtoolkit.views.chart import Axis, Mark, Series, chart, thinned
 from nbtoolkit.views.state import State
@@ -309,7 +309,7 @@ def _optuna_trials(state: State, table: SweepTable) -> list[FrozenTrial]:
     """Make the complete trials, and one for each that was pruned."""
     from optuna.trial import TrialState, create_trial
 
-    from nbtoolkit.study.space import Space
+    from nbtoolkit.search.study.space import Space
 
     if not state.space:
         return []

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from nbtoolkit.config.directions import direction_of
 from nbtoolkit.run.failure import with_cells
-from nbtoolkit.run.serialization import one_line as exception_line
-from nbtoolkit.study.table import ENDED, SweepTable
+from nbtoolkit.search.study.table import ENDED, SweepTable
 from nbtoolkit.text_table import (
     ago,
     counted,
@@ -24,6 +23,7 @@ from nbtoolkit.views.runs import plain_name
 from nbtoolkit.views.state import State
 from nbtoolkit.views.trial_rows import value_of
 from nbtoolkit.views.workers import JobSpan
+from nbtoolkit.wire.serialization import one_line as exception_line
 
 _LINE = 400  # characters of a line of text
 

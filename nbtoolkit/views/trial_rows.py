@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nbtoolkit.cards import BEST, ENDED, FAILED, RUNNING, ColouredCell, Table
-from nbtoolkit.study.table import SweepTable, Trial
+from nbtoolkit.search.study.table import SweepTable, Trial
 from nbtoolkit.text_table import duration, metric_column, number, one_line, param, shortened
 from nbtoolkit.views.state import State
 

@@ -6,7 +6,7 @@ import shutil
 import traceback
 
 from nbtoolkit.environment.resources import size_text
-from nbtoolkit.run.serialization import error_text
+from nbtoolkit.wire.serialization import error_text
 
 # torch's, when it passes a batch from a worker to the rank, and when such a worker dies of it.
 _SHARED_MEMORY_ERRORS = (

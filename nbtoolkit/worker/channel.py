@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from nbtoolkit.run import messages
 from nbtoolkit.run.events import MetricsLogged, MetricsReported
-from nbtoolkit.run.messages import Weights
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.run.signals import SignalFlag, describe_signal
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.messages import Weights
+from nbtoolkit.wire.signals import SignalFlag, describe_signal
+from nbtoolkit.wire.transport import Connection
 from nbtoolkit.worker.collectives import new_gloo_group
 from nbtoolkit.worker.waiting import waiting_place
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from nbtoolkit.config import reads, unused
 from nbtoolkit.environment.deadline import on_monotonic_clock
 from nbtoolkit.errors import CheckpointError, ReportError, RunStopped
-from nbtoolkit.run import messages
 from nbtoolkit.run.checkpoints.checkpoint_store import State, read_state, write_state
 from nbtoolkit.run.events import CheckpointSaved, MetricsLogged, MetricsReported, NoteAdded
 from nbtoolkit.run.paths import exclusive
 from nbtoolkit.run.rank_check import track_optimizers
+from nbtoolkit.wire import messages
 from nbtoolkit.worker.channel import AloneChannel, Channel
 from nbtoolkit.worker.metric_values import as_step, numbers_and_step
 from nbtoolkit.worker.watch import Watch
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
 
-    from nbtoolkit.folds.folds import Fold
-    from nbtoolkit.run.messages import Weights
-    from nbtoolkit.run.payload import JobSpec
     from nbtoolkit.run.rank_check import SteppedOptimizers
+    from nbtoolkit.search.folds.folds import Fold
+    from nbtoolkit.wire.messages import Weights
+    from nbtoolkit.wire.payload import JobSpec
     from nbtoolkit.worker.first_step import FirstStep
     from nbtoolkit.worker.random_numbers import RankDraws
     from nbtoolkit.worker.undivided import UndividedLoaders

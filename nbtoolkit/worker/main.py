@@ -25,14 +25,14 @@ from nbtoolkit.config import reads
 from nbtoolkit.environment.installed import ImportRecorder
 from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.errors import RunStopped
-from nbtoolkit.run import messages
 from nbtoolkit.run.events import returned_numbers
 from nbtoolkit.run.output import error_lines
 from nbtoolkit.run.paths import RunPaths, folder_error, write_whole
-from nbtoolkit.run.payload import JobSpec
-from nbtoolkit.run.serialization import add_note, pack_error, pack_value
-from nbtoolkit.run.signals import ignore_warning_signals
-from nbtoolkit.run.transport import Connection, GroupDescriptors
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.payload import JobSpec
+from nbtoolkit.wire.serialization import add_note, pack_error, pack_value
+from nbtoolkit.wire.signals import ignore_warning_signals
+from nbtoolkit.wire.transport import Connection, GroupDescriptors
 from nbtoolkit.worker.advice import advice
 from nbtoolkit.worker.channel import SupervisorChannel, heartbeat
 from nbtoolkit.worker.collectives import new_gloo_group, without_gloo_lines

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from types import FrameType
 
-from nbtoolkit.run.tracebacks import is_users
+from nbtoolkit.wire.tracebacks import is_users
 
 _CALLER = "nbtoolkit.worker.main"  # calls the training function
 

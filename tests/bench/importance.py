@@ -74,8 +74,8 @@ def study(task: str, sampler: str, seed: int, trials: int) -> Any:
     """A study by the toolkit's own sampler, with its defaults."""
     import optuna
 
-    from nbtoolkit.study.samplers import TrialSamplers
-    from nbtoolkit.study.sweep_config import load_sweep_config
+    from nbtoolkit.search.study.samplers import TrialSamplers
+    from nbtoolkit.search.study.sweep_config import load_sweep_config
 
     about = {"metric": "rmse", "direction": "minimize", "sampler": sampler, "seed": seed}
     sweep_config = load_sweep_config(
@@ -95,7 +95,7 @@ def measure(task: str) -> dict[str, Any]:
     import optuna
     from optuna.importance import FanovaImportanceEvaluator, get_param_importances
 
-    from nbtoolkit.study.importance import importance
+    from nbtoolkit.search.study.importance import importance
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")

@@ -36,7 +36,7 @@ def warm() -> dict[str, float]:
     """Medians over alternating calls: a slow moment of the machine hits both."""
     from accelerate import notebook_launcher
 
-    from nbtoolkit.run.transport import free_port
+    from nbtoolkit.wire.transport import free_port
 
     theirs: list[float] = []
     ours: list[float] = []

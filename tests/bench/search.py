@@ -279,7 +279,7 @@ def ask_and_tell(trials: int) -> list[float]:
     """Seconds of each trial of Optuna alone: TPE, a journal as ours."""
     import optuna
 
-    from nbtoolkit.study.study import FILE, open_journal
+    from nbtoolkit.search.study.study import FILE, open_journal
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     spent = []
@@ -303,8 +303,8 @@ def import_seconds() -> float:
 
 def open_seconds() -> float:
     """Median seconds to make a sweep's study in a new file, with Optuna imported."""
-    from nbtoolkit.study.study import FILE, open_study
-    from nbtoolkit.study.sweep_config import load_sweep_config
+    from nbtoolkit.search.study.study import FILE, open_study
+    from nbtoolkit.search.study.sweep_config import load_sweep_config
 
     sweep_config = load_sweep_config(SWEEP_CONFIG, nb.load_config(env=None), n_trials=1)
     spent = []

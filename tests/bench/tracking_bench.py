@@ -27,9 +27,9 @@ from pathlib import Path
 import psutil
 
 from nbtoolkit.run.events import EventLog, MetricsLogged, RunEnded, RunStarted
-from nbtoolkit.run.messages import TrackRun
 from nbtoolkit.run.paths import RunPaths, read_or_empty
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.wire.messages import TrackRun
+from nbtoolkit.wire.transport import Connection
 
 STEPS = 200
 

@@ -16,7 +16,7 @@ from urllib.error import HTTPError
 
 from kernels import SECONDS, alive, all_gone, descendants, until
 
-from nbtoolkit.run.transport import free_port
+from nbtoolkit.wire.transport import free_port
 
 TOKEN = "a-token-of-this-test"
 

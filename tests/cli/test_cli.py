@@ -20,7 +20,7 @@ import nbtoolkit
 from nbtoolkit.__main__ import main
 from nbtoolkit.attach import attach
 from nbtoolkit.errors import ConfigError
-from nbtoolkit.folds.make_folds import make_folds
+from nbtoolkit.search.folds.make_folds import make_folds
 from nbtoolkit.tasks.find import find_task
 
 

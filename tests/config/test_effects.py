@@ -16,7 +16,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FoldError, SpaceError
 from nbtoolkit.search.slots import make_slots
-from nbtoolkit.study.sweep_config import load_sweep_config
+from nbtoolkit.search.study.sweep_config import load_sweep_config
 from nbtoolkit.worker.context import RunContext
 
 SPACE = {"optim.lr": {"type": "float", "low": 0.1, "high": 0.9}}

@@ -35,7 +35,7 @@ from nbtoolkit.environment.plan import GroupNotFormed, make_plan
 from nbtoolkit.errors import DeadlinePassed, GroupStartFailed, WorkerHung
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.events import EventReader
-from nbtoolkit.study.sweep_config import SweepConfig
+from nbtoolkit.search.study.sweep_config import SweepConfig
 from nbtoolkit.tuning.quota import cost_text
 from nbtoolkit.worker.context import RunContext
 

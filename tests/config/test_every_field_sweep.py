@@ -18,9 +18,9 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import SpaceError, SweepError
 from nbtoolkit.search.pool import JobResult, SearchJob
 from nbtoolkit.search.slots import make_slots
+from nbtoolkit.search.study.study import FILE, read_study
+from nbtoolkit.search.study.sweep_config import load_sweep_config
 from nbtoolkit.search.sweep import configured_folds
-from nbtoolkit.study.study import FILE, read_study
-from nbtoolkit.study.sweep_config import load_sweep_config
 from nbtoolkit.worker.context import RunContext
 
 Source = dict[str, Any]

@@ -11,13 +11,13 @@ import pytest
 from searches import Session, SteppedPool, request
 
 import nbtoolkit as nb
-from nbtoolkit.crossval.fold_loop import CrossValidation, finished_folds, fold_key
 from nbtoolkit.errors import FoldError
 from nbtoolkit.run.events import EventLog, EventReader, RunEnded
-from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.run.paths import RunPaths, write_whole
 from nbtoolkit.run.record import RunRecord
+from nbtoolkit.search.crossval.fold_loop import CrossValidation, finished_folds, fold_key
 from nbtoolkit.search.pool import JobResult, SearchJob
+from nbtoolkit.wire.messages import SearchCommand
 
 FOLDS = nb.make_folds([0, 1] * 10)
 DIED = JobResult(status="failed", fault="died", error="WorkerDied: signal 9", seconds=1.0)

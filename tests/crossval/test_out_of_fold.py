@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import nbtoolkit as nb
-from nbtoolkit.crossval.out_of_fold import assemble
 from nbtoolkit.errors import FoldError
+from nbtoolkit.search.crossval.out_of_fold import assemble
 
 CLASSES = np.arange(12) % 3
 TRUTH = np.random.default_rng(0).random((12, 2))

@@ -17,7 +17,7 @@ import pytest
 from nbtoolkit.environment.resources import Activity, wait_while_active
 from nbtoolkit.errors import LaunchError
 from nbtoolkit.launcher.forkserver_client import ForkServerClient
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.wire.transport import Connection
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(3600)"
 BURNS = "print('up', flush=True)\nwhile True: pass"

@@ -30,9 +30,9 @@ from records import owner_pid
 import nbtoolkit as nb
 from nbtoolkit.environment.deadline import TimeLimit, session_age, time_limit
 from nbtoolkit.errors import ConfigError, ReportError
-from nbtoolkit.run.messages import Answer, Go, StopCheck, StopPending
-from nbtoolkit.run.signals import ENDING
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.wire.messages import Answer, Go, StopCheck, StopPending
+from nbtoolkit.wire.signals import ENDING
+from nbtoolkit.wire.transport import Connection
 from nbtoolkit.worker.channel import SupervisorChannel
 
 # --- the question in mid-epoch --------------------------------------------------------------------

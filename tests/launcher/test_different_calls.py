@@ -24,7 +24,7 @@ from nbtoolkit.errors import ReportError, WorkerHung
 from nbtoolkit.launcher.health import HangDetector
 from nbtoolkit.launcher.worker_group import WorkerGroup
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.transport import GroupConnections
+from nbtoolkit.wire.transport import GroupConnections
 from nbtoolkit.worker.context import RunContext
 from nbtoolkit.worker.main import STACKS_SIGNAL
 from nbtoolkit.worker.waiting import in_collective

@@ -20,9 +20,9 @@ import nbtoolkit as nb
 from nbtoolkit.errors import LaunchError, RunFolderError
 from nbtoolkit.launcher.run_handle import StartedRun
 from nbtoolkit.run.events import EventReader
-from nbtoolkit.run.messages import SupervisorLost
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.wire.messages import SupervisorLost
+from nbtoolkit.wire.transport import Connection
 
 # --- the run's folder -----------------------------------------------------------------------------
 

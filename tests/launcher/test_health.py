@@ -16,10 +16,10 @@ import nbtoolkit as nb
 from nbtoolkit.environment.plan import GroupNotFormed, make_plan
 from nbtoolkit.launcher.health import HangDetector, HealthMonitor
 from nbtoolkit.launcher.worker_group import WorkerGroup
-from nbtoolkit.run.messages import FunctionLeft, StopPending
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.run.transport import Connection, GroupConnections
+from nbtoolkit.wire.messages import FunctionLeft, StopPending
+from nbtoolkit.wire.transport import Connection, GroupConnections
 from nbtoolkit.worker.main import STACKS_SIGNAL
 
 RANK = """

@@ -14,7 +14,7 @@ from kernels import SECONDS, START, Notebook, shared_notebook
 
 import nbtoolkit as nb
 from nbtoolkit.environment.variables import kernel_environment
-from nbtoolkit.run.payload import pack_function
+from nbtoolkit.wire.payload import pack_function
 
 SET_UP = """
 import logging, sys

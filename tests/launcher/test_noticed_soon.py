@@ -16,7 +16,7 @@ from kernels import finish, until
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.launcher.supervisor_process import Peer
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.wire.transport import Connection
 from nbtoolkit.worker.context import RunContext
 
 pytestmark = pytest.mark.chaos

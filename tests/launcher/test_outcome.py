@@ -16,7 +16,7 @@ from nbtoolkit.run.attempts import last_event
 from nbtoolkit.run.failure import raise_failure
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.run.serialization import pack_error
+from nbtoolkit.wire.serialization import pack_error
 
 
 def failed(error: Exception, cause: Any = "raised", **more: Any) -> Failed:

@@ -19,10 +19,10 @@ from nbtoolkit.errors import WorkerDied, WorkerHung
 from nbtoolkit.launcher.outcome import Failed
 from nbtoolkit.launcher.restarts import PAUSES, Restarts
 from nbtoolkit.run.events import CheckpointSaved, Event, MetricsReported, RunStarted
-from nbtoolkit.run.serialization import pack_error
 from nbtoolkit.views.page import page_text
 from nbtoolkit.views.state import read_state
 from nbtoolkit.views.text import explanation
+from nbtoolkit.wire.serialization import pack_error
 from nbtoolkit.worker.context import RunContext
 
 

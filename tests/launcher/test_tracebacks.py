@@ -14,7 +14,7 @@ import nbtoolkit as nb
 from nbtoolkit.attach import attach
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.errors import ConfigError, FitError
-from nbtoolkit.run.serialization import PackedError, pack_error, unpack_error
+from nbtoolkit.wire.serialization import PackedError, pack_error, unpack_error
 
 PACKAGE = str(Path(nb.__file__).parent)
 SETTINGS = {"tracking.mlflow": False, "train.epochs": 1}

@@ -20,9 +20,9 @@ from nbtoolkit.launcher.supervisor import Exiting, Pausing, Running, RunSupervis
 from nbtoolkit.launcher.worker_group import Spawner
 from nbtoolkit.run.events import RunStarted
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.payload import JobSpec, RunRequest, pack_function
-from nbtoolkit.run.serialization import pack_error
-from nbtoolkit.run.transport import Connection
+from nbtoolkit.wire.payload import JobSpec, RunRequest, pack_function
+from nbtoolkit.wire.serialization import pack_error
+from nbtoolkit.wire.transport import Connection
 
 LATE = GroupNotFormed("not in time", late=True)
 NOT_FORMED = GroupNotFormed("no route")

@@ -29,7 +29,7 @@ from nbtoolkit.config.fields import allowed_values
 from nbtoolkit.config.schema import Config
 from nbtoolkit.environment import grace
 from nbtoolkit.notebooks.pipeline_file import load_pipeline
-from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
+from nbtoolkit.search.study.sweep_config import SweepConfig, load_sweep_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -27,25 +27,25 @@ LAYERS = (
     "host",
     "config",
     "environment",
+    "wire",
     "run",
     "tracking",
     "worker",
     "launcher",
     "training",
-    "folds",
+    "search.folds",
     "tasks",
     "verify",
     "doctor",
-    "study",
+    "search.study",
     "search",
-    "crossval",
+    "search.crossval",
     "attach",
     "notebooks",
     "sessions",
     "views",
     # It measures by launches and draws what it measured.
     "tuning",
-    "report",
     "panel",
     "cli",
     "cli_notebooks",
@@ -81,7 +81,7 @@ KERNEL = [
     "training.fit",
     # The fork server loads these two, and everything is forked from it.
     "search.scheduler",
-    "crossval.fold_loop",
+    "search.crossval.fold_loop",
 ]
 HEAVY = {
     "torch",
@@ -135,12 +135,16 @@ def _ours(name: str) -> str:
 
 
 def _layer(module: str) -> int:
-    return LAYERS.index(module.partition(".")[0])
+    """Return the place of a module's folder, or of the folder within it that has its own."""
+    folders = module.split(".")
+    inner = ".".join(folders[:2])
+    return LAYERS.index(inner if inner in LAYERS else folders[0])
 
 
 @functools.cache
 def _loads(module: str) -> set[str]:
     """Every module of ours that loading a module loads."""
+    assert module in MODULES
     seen: set[str] = set()
     todo = [module]
     while todo:
@@ -159,6 +163,7 @@ def _needs_directly(module: str) -> set[str]:
 @functools.cache
 def _needs(module: str) -> set[str]:
     """Every module of ours that a module may import, sooner or later."""
+    assert module in MODULES
     seen: set[str] = set()
     todo = [module]
     while todo:

@@ -16,8 +16,8 @@ from kernels import SECONDS
 import nbtoolkit as nb
 from nbtoolkit.cards import html
 from nbtoolkit.errors import ReportFolderError
-from nbtoolkit.report.report import ReportSection, RunsReport, label, page, read_report
 from nbtoolkit.tasks import digits
+from nbtoolkit.views.report import ReportSection, RunsReport, label, page, read_report
 from nbtoolkit.views.text import final_values
 
 

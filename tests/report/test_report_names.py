@@ -9,9 +9,9 @@ import pytest
 from run_folders import trained, write_run
 
 from nbtoolkit.cards import BEST, ENDED, FAILED
-from nbtoolkit.report.report import _STYLE as STYLE
-from nbtoolkit.report.report import page, read_report
 from nbtoolkit.views.chart import PALETTE
+from nbtoolkit.views.report import _STYLE as STYLE
+from nbtoolkit.views.report import page, read_report
 
 LIGHT, DARK = "#ffffff", "#111111"  # of JupyterLab's themes and of the page
 

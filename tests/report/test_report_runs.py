@@ -11,9 +11,9 @@ import pytest
 from run_folders import NOON, PLAN, trained, write_run
 
 from nbtoolkit.cards import html
-from nbtoolkit.report.report import label, read_report, runs_below
 from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import runs_in
+from nbtoolkit.views.report import label, read_report, runs_below
 from nbtoolkit.views.state import read_state
 from nbtoolkit.views.text import curves_of, devices_of, final_values
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from run_folders import sweep, trained, trial, write_run
 
 from nbtoolkit.cards import html
-from nbtoolkit.report.report import PAGES, ReportSection, read_report
 from nbtoolkit.views.chart import PALETTE
+from nbtoolkit.views.report import PAGES, ReportSection, read_report
 
 
 def words(section: ReportSection) -> str:

@@ -10,10 +10,10 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from nbtoolkit.run import messages
 from nbtoolkit.run.events import Event, NoteAdded
-from nbtoolkit.run.messages import Message, decode, encode
-from nbtoolkit.run.transport import Connection, GroupDescriptors
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.messages import Message, decode, encode
+from nbtoolkit.wire.transport import Connection, GroupDescriptors
 
 # What a field of a type may hold.
 VALUES: dict[Any, tuple[Any, ...]] = {

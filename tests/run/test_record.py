@@ -12,7 +12,7 @@ import pytest
 from nbtoolkit.run.events import Event, EventReader
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.record import RunRecord
-from nbtoolkit.run.serialization import pack_error
+from nbtoolkit.wire.serialization import pack_error
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from nbtoolkit.run.events import EventReader, NoteAdded
-from nbtoolkit.run.messages import SearchCommand, StopRequest
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.record import RunRecord
+from nbtoolkit.wire.messages import SearchCommand, StopRequest
 
 ASKED = StopRequest(reason="a handle asked", grace=None)
 

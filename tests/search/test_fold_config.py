@@ -14,8 +14,8 @@ import yaml
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import ConfigError, FoldError, SpaceError
+from nbtoolkit.search.study.sweep_config import FoldConfig, load_sweep_config
 from nbtoolkit.search.sweep import configured_folds
-from nbtoolkit.study.sweep_config import FoldConfig, load_sweep_config
 from nbtoolkit.worker.context import RunContext
 
 Y = [0, 1, 2] * 8

@@ -13,9 +13,9 @@ from searches import LR, SPACE, Fake, Memory, SweepSession, algorithm, drive
 from nbtoolkit import load_config
 from nbtoolkit.errors import SweepError
 from nbtoolkit.run.events import RunStarted
-from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.search.pool import JobResult, SearchJob
-from nbtoolkit.study.study import FILE, read_study
+from nbtoolkit.search.study.study import FILE, read_study
+from nbtoolkit.wire.messages import SearchCommand
 
 TRIAL = ["trials/0000", "trials/0001", "trials/0002", "trials/0003"]
 

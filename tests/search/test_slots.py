@@ -16,9 +16,9 @@ from nbtoolkit.environment.hardware import Device, Hardware, detect_hardware
 from nbtoolkit.search import submit
 from nbtoolkit.search.pool import Search
 from nbtoolkit.search.slots import Slot, Slots, make_slots
+from nbtoolkit.search.study.sweep_config import SweepConfig
 from nbtoolkit.search.submit import start_search
 from nbtoolkit.search.sweep_result import SweepResult
-from nbtoolkit.study.sweep_config import SweepConfig
 
 GIB = 2**30
 

@@ -18,7 +18,7 @@ from sweeps import begun, finished, sweep_folder
 
 import nbtoolkit as nb
 from nbtoolkit import errors
-from nbtoolkit.study.study import FILE, read_study
+from nbtoolkit.search.study.study import FILE, read_study
 
 pytestmark = pytest.mark.chaos
 

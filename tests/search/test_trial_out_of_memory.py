@@ -15,8 +15,8 @@ import nbtoolkit as nb
 from nbtoolkit.run.attempts import newest_plan
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.search.pool import JobResult
-from nbtoolkit.study.samplers import OUT_OF_MEMORY
-from nbtoolkit.study.study import FILE, read_study
+from nbtoolkit.search.study.samplers import OUT_OF_MEMORY
+from nbtoolkit.search.study.study import FILE, read_study
 
 GRID = {
     "study": {"sampler": "grid", "pruner": "none", "metric": "val_loss", "direction": "minimize"},

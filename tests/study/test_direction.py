@@ -8,7 +8,7 @@ import nbtoolkit as nb
 from nbtoolkit.config.directions import direction_of, resolve
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError, SpaceError
-from nbtoolkit.study.sweep_config import load_sweep_config
+from nbtoolkit.search.study.sweep_config import load_sweep_config
 
 LOW = """
 val_loss val_mae val_mse val_rmse valRMSE perplexity val_ppl log_loss nll error_rate

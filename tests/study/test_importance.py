@@ -13,7 +13,7 @@ from optuna.distributions import BaseDistribution, FloatDistribution, IntDistrib
 from optuna.trial import TrialState, create_trial
 
 from nbtoolkit.errors import SweepError
-from nbtoolkit.study.importance import Importance, importance
+from nbtoolkit.search.study.importance import Importance, importance
 
 SPACE: dict[str, BaseDistribution] = {
     "optim.lr": FloatDistribution(1e-4, 1e-1, log=True),

@@ -14,7 +14,7 @@ from nbtoolkit.config.aliases import similar_name
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError, SpaceError, SweepError
 from nbtoolkit.run.events import EventReader
-from nbtoolkit.study.sweep_config import load_sweep_config
+from nbtoolkit.search.study.sweep_config import load_sweep_config
 from nbtoolkit.worker.context import RunContext
 
 SPACE = {"optim.lr": {"type": "float", "low": 0.01, "high": 0.1}}

@@ -7,7 +7,7 @@ import pytest
 
 from nbtoolkit import load_config
 from nbtoolkit.errors import SpaceError
-from nbtoolkit.study.space import Space
+from nbtoolkit.search.study.space import Space
 
 RANGE = {"type": "float", "low": 1e-4, "high": 1e-1, "log": True}
 WHOLE = {

@@ -16,7 +16,7 @@ from kernels import SECONDS
 from optuna.storages.journal import JournalFileBackend
 
 from nbtoolkit.errors import SweepError
-from nbtoolkit.study.study import FILE, FileLock, open_journal, read_study
+from nbtoolkit.search.study.study import FILE, FileLock, open_journal, read_study
 
 RATE = optuna.distributions.FloatDistribution(0, 1)
 
@@ -79,7 +79,7 @@ def test_a_study_is_read_from_a_folder_that_cannot_be_written(file: Path) -> Non
 WRITES = """
 import sys
 import optuna
-from nbtoolkit.study.study import open_journal
+from nbtoolkit.search.study.study import open_journal
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 study = optuna.create_study(storage=open_journal(sys.argv[1]), study_name="digits")
 for number in range(10_000):

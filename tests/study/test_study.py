@@ -10,9 +10,9 @@ from searches import LR, SPACE
 
 from nbtoolkit import load_config
 from nbtoolkit.errors import SpaceError, SweepError
-from nbtoolkit.study.samplers import TrialSamplers, make_pruner, make_sampler
-from nbtoolkit.study.study import FILE, SearchStudy, open_journal, open_study, read_study
-from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
+from nbtoolkit.search.study.samplers import TrialSamplers, make_pruner, make_sampler
+from nbtoolkit.search.study.study import FILE, SearchStudy, open_journal, open_study, read_study
+from nbtoolkit.search.study.sweep_config import SweepConfig, load_sweep_config
 
 COMPLETE = optuna.trial.TrialState.COMPLETE
 

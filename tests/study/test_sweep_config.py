@@ -8,7 +8,7 @@ import pytest
 from nbtoolkit import load_config
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import ConfigError, SpaceError
-from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
+from nbtoolkit.search.study.sweep_config import SweepConfig, load_sweep_config
 
 LR = {"type": "float", "low": 1e-4, "high": 1e-1, "log": True}
 SPACE = {"optim.lr": LR}

@@ -17,8 +17,8 @@ from nbtoolkit.run.events import (
     TrialChanged,
 )
 from nbtoolkit.run.output import Screen
+from nbtoolkit.search.study.table import SweepTable
 from nbtoolkit.search.sweep_result import TableLines
-from nbtoolkit.study.table import SweepTable
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.payload import JobSpec
 from nbtoolkit.run.record import RunRecord
+from nbtoolkit.wire.payload import JobSpec
 from nbtoolkit.worker.channel import RecordChannel
 from nbtoolkit.worker.context import RunContext
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from records import owned_runs, owner_pid
 
-from nbtoolkit.run.tracebacks import without_launcher
+from nbtoolkit.wire.tracebacks import without_launcher
 from nbtoolkit.worker.main import STACKS_SIGNAL
 
 HERE = Path(__file__).parent

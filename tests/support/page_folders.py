@@ -25,7 +25,7 @@ from nbtoolkit.run.events import (
     TrialChanged,
 )
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.study.sweep_config import load_sweep_config
+from nbtoolkit.search.study.sweep_config import load_sweep_config
 from nbtoolkit.views.page import cards_of
 from nbtoolkit.views.state import State
 from nbtoolkit.views.trial_rows import EVERYTHING, View, trial_page

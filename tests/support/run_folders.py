@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.serialization import pack_value
+from nbtoolkit.wire.serialization import pack_value
 
 NOON = 1767225600.0  # 2026-01-01 00:00 UTC, the start of every run here
 

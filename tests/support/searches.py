@@ -15,7 +15,6 @@ from machines import CPU_BUILD, machine
 from nbtoolkit import Folds, load_config, make_folds
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.events import Event, NoteAdded, RunStarted, TrialChanged
-from nbtoolkit.run.messages import KernelRequest, SearchCommand, StopRequest
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.search.loop import Sweep
@@ -32,7 +31,8 @@ from nbtoolkit.search.pool import (
     SearchRequest,
 )
 from nbtoolkit.search.slots import make_slots
-from nbtoolkit.study.sweep_config import SweepConfig, load_sweep_config
+from nbtoolkit.search.study.sweep_config import SweepConfig, load_sweep_config
+from nbtoolkit.wire.messages import KernelRequest, SearchCommand, StopRequest
 
 LR = {"type": "float", "low": 1e-4, "high": 1.0, "log": True}
 SPACE = {

@@ -7,7 +7,7 @@ from pathlib import Path
 from kernels import until
 
 from nbtoolkit.errors import SweepError
-from nbtoolkit.study.study import FILE, read_study
+from nbtoolkit.search.study.study import FILE, read_study
 
 
 def finished(folder: Path) -> dict[int, float]:

@@ -28,14 +28,14 @@ from nbtoolkit.run.events import (
     NoteAdded,
     RunStarted,
 )
-from nbtoolkit.run.messages import TrackRun
 from nbtoolkit.run.paths import RunPaths, read_json
-from nbtoolkit.run.transport import Connection
 from nbtoolkit.tracking.catch_up import wait_for_tracking
 from nbtoolkit.tracking.database import open_database, tracking_table
 from nbtoolkit.tracking.follower import Follower
 from nbtoolkit.tracking.service import TrackingProcess, replay
 from nbtoolkit.tracking.tracker import Point, choose_tracking, points
+from nbtoolkit.wire.messages import TrackRun
+from nbtoolkit.wire.transport import Connection
 
 # MLflow 3.17 uses a loader that SQLAlchemy 2.1 means to drop; nothing we could do about it.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")

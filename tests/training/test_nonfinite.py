@@ -17,12 +17,12 @@ from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import FitError
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.payload import JobSpec
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.training.evaluation import forward_pair
 from nbtoolkit.training.samples import Passes, permutation
 from nbtoolkit.training.step import Recipe, TrainStep
 from nbtoolkit.training.sync import StepLoss, not_finite, raise_if_not_finite
+from nbtoolkit.wire.payload import JobSpec
 from nbtoolkit.worker.channel import RecordChannel
 from nbtoolkit.worker.context import RunContext
 

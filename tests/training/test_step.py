@@ -22,7 +22,6 @@ from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.run.payload import JobSpec
 from nbtoolkit.run.record import RunRecord
 from nbtoolkit.training.losses import check_labels
 from nbtoolkit.training.model import find_blocks, first_compressed
@@ -30,6 +29,7 @@ from nbtoolkit.training.optim import warmup_and_decay
 from nbtoolkit.training.samples import MicroBatch
 from nbtoolkit.training.step import Recipe, TrainStep
 from nbtoolkit.training.strategy import total_norm
+from nbtoolkit.wire.payload import JobSpec
 from nbtoolkit.worker.channel import RecordChannel
 from nbtoolkit.worker.context import RunContext
 

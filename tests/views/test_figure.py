@@ -13,7 +13,7 @@ from run_folders import NOON, sweep, trained, trial, write_run
 import nbtoolkit as nb
 from nbtoolkit.errors import ReportFolderError, SweepError
 from nbtoolkit.run.output import charts
-from nbtoolkit.study.importance import Importance, ParameterShare
+from nbtoolkit.search.study.importance import Importance, ParameterShare
 
 
 def reports(config, ctx):

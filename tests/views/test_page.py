@@ -32,7 +32,7 @@ from nbtoolkit.run.events import (
     TrialChanged,
 )
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.study.table import SweepTable
+from nbtoolkit.search.study.table import SweepTable
 from nbtoolkit.views.page import View, cards_of, page_html
 from nbtoolkit.views.state import State, read_state
 from nbtoolkit.views.sweep_cards import value_axis

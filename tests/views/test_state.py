@@ -13,7 +13,7 @@ from run_folders import NOON, SWEEP_CONFIG, hold_lock, sweep, trained, trial, wr
 
 from nbtoolkit.panel.buttons import offered_buttons
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.study.table import SweepTable
+from nbtoolkit.search.study.table import SweepTable
 from nbtoolkit.views.state import State, read_state
 from nbtoolkit.views.text import explanation
 

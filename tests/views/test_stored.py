@@ -16,7 +16,7 @@ import nbtoolkit as nb
 from nbtoolkit.run.events import TrialChanged
 from nbtoolkit.run.output import charts
 from nbtoolkit.run.paths import RunPaths
-from nbtoolkit.study.importance import Importance, ParameterShare
+from nbtoolkit.search.study.importance import Importance, ParameterShare
 from nbtoolkit.tuning.learning_rate import LearningRate
 from nbtoolkit.views.page import page_html
 from nbtoolkit.views.state import read_state

@@ -15,8 +15,8 @@ from nbtoolkit.errors import FoldError
 
 if TYPE_CHECKING:
     from nbtoolkit.config.directions import Direction
-    from nbtoolkit.crossval.cv_result import CVResult
-    from nbtoolkit.folds.folds import Folds
+    from nbtoolkit.search.crossval.cv_result import CVResult
+    from nbtoolkit.search.folds.folds import Folds
 
 Array: TypeAlias = NDArray[Any]
 Metric: TypeAlias = Callable[[Array, Array], float]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.folds.folds import FoldKind
+    from nbtoolkit.search.folds.folds import FoldKind
     from nbtoolkit.worker.context import RunContext
 
 Transform: TypeAlias = "Callable[[Tensor], Tensor]"
@@ -265,7 +265,7 @@ def split(
         FoldError: there are too few images or groups.
         MissingExtra: scikit-learn is not installed.
     """
-    from nbtoolkit.folds.make_folds import make_folds
+    from nbtoolkit.search.folds.make_folds import make_folds
 
     if not 0 < valid_share <= 0.5:
         raise FoldError(

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from nbtoolkit.environment.launch_plan import LaunchPlan
     from nbtoolkit.environment.placement import MeasuredSpeed
     from nbtoolkit.environment.variables import KernelEnvironment
-    from nbtoolkit.folds.folds import Fold
     from nbtoolkit.host import Host
     from nbtoolkit.run.events import RunStarted
     from nbtoolkit.run.paths import RunPaths
+    from nbtoolkit.search.folds.folds import Fold
 
 T = TypeVar("T")
 

@@ -24,12 +24,12 @@ from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from nbtoolkit.errors import SweepError
 from nbtoolkit.run.events import TrialChanged
 from nbtoolkit.run.paths import reading
-from nbtoolkit.study.samplers import TrialSamplers, Violations, limits_of, make_pruner
+from nbtoolkit.search.study.samplers import TrialSamplers, Violations, limits_of, make_pruner
 
 if TYPE_CHECKING:
-    from nbtoolkit.folds.folds import Folds
-    from nbtoolkit.study.space import Params, Space
-    from nbtoolkit.study.sweep_config import SweepConfig
+    from nbtoolkit.search.folds.folds import Folds
+    from nbtoolkit.search.study.space import Params, Space
+    from nbtoolkit.search.study.sweep_config import SweepConfig
 
 FILE = "study.jsonl"
 _STATES = {

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import FoldError, FoldWarning, MissingExtra, some_names
-from nbtoolkit.folds.folds import FoldKind, Folds, as_column, digest_of, frozen, others
+from nbtoolkit.search.folds.folds import FoldKind, Folds, as_column, digest_of, frozen, others
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from sklearn.model_selection import BaseCrossValidator
 
-    from nbtoolkit.folds.folds import Column, Indices
+    from nbtoolkit.search.folds.folds import Column, Indices
 
     Pair: TypeAlias = tuple[Indices, Indices]
 

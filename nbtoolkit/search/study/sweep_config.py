@@ -45,11 +45,11 @@ from nbtoolkit.config.loading import (
 from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.installed import install_line
 from nbtoolkit.errors import MissingExtra, SpaceError
-from nbtoolkit.folds.folds import FoldKind
-from nbtoolkit.study.notation import translate_names
+from nbtoolkit.search.folds.folds import FoldKind
+from nbtoolkit.search.study.notation import translate_names
 
 if TYPE_CHECKING:
-    from nbtoolkit.study.space import Space
+    from nbtoolkit.search.study.space import Space
 
 SamplerName = Literal["tpe", "gp", "cmaes", "qmc", "random", "grid"]
 PrunerName = Literal[
@@ -194,7 +194,7 @@ class SweepConfig(Section):
             MissingExtra: Optuna is not installed.
         """
         try:
-            from nbtoolkit.study.space import Space
+            from nbtoolkit.search.study.space import Space
         except ImportError as error:
             problem = f"a sweep needs Optuna: {error}"
             raise MissingExtra(problem, do=install_line("search")) from error
@@ -360,7 +360,7 @@ def _metric_conflicts(sweep_config: SweepConfig, config: Config) -> Iterator[Con
 
 
 def _option_conflicts(sweep_config: SweepConfig) -> Iterator[Conflict]:
-    from nbtoolkit.study.samplers import make_pruner, make_sampler
+    from nbtoolkit.search.study.samplers import make_pruner, make_sampler
 
     seed = sweep_config.study.sampler_options.get("seed")
     if seed is not None:

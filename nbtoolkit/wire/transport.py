@@ -14,8 +14,8 @@ import select
 import socket
 from dataclasses import dataclass
 
-from nbtoolkit.run import messages
-from nbtoolkit.run.messages import Message, decode, encode
+from nbtoolkit.wire import messages
+from nbtoolkit.wire.messages import Message, decode, encode
 
 _MAX_FDS = 250  # the kernel refuses more than 253 (SCM_MAX_FD) in one message
 # A packet must fit into the socket's buffer: 208 KiB by default (net.core.wmem_default).

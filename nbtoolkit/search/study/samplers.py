@@ -27,8 +27,8 @@ from nbtoolkit.errors import MissingExtra, SpaceError
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
-    from nbtoolkit.study.space import Params, Space
-    from nbtoolkit.study.sweep_config import SweepConfig
+    from nbtoolkit.search.study.space import Params, Space
+    from nbtoolkit.search.study.sweep_config import SweepConfig
 
 _Made = TypeVar("_Made", BasePruner, BaseSampler)
 

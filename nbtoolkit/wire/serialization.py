@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import cloudpickle
 
 from nbtoolkit.errors import CannotPickle, WorkerError
-from nbtoolkit.run.payload import came_from_payload, in_main, type_name
-from nbtoolkit.run.tracebacks import PackedFrame, pack_traceback, rebuild_traceback, users_part
+from nbtoolkit.wire.payload import came_from_payload, in_main, type_name
+from nbtoolkit.wire.tracebacks import PackedFrame, pack_traceback, rebuild_traceback, users_part
 
 _MAX_CHAIN = 5  # causes and contexts that are packed; longer chains are cut
 # Characters of an exception's text and of its printed traceback: a text may hold a whole array, and

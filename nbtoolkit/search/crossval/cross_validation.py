@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
-from nbtoolkit.crossval.cv_result import CVResult, FoldTable
-from nbtoolkit.crossval.fold_loop import FOLDS_FILE, check_same, fold_key
 from nbtoolkit.environment.kernel_mlflow import tracking_place, with_kernel_uri
 from nbtoolkit.errors import FoldError, LaunchError
-from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.options import (
     LaunchOptions,
     SharedOptions,
@@ -29,11 +26,14 @@ from nbtoolkit.run.failure import raise_failure
 from nbtoolkit.run.output import RunDisplay, Screen, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, find_run
 from nbtoolkit.run.resume import resumable_first_event
-from nbtoolkit.run.serialization import add_note
+from nbtoolkit.search.crossval.cv_result import CVResult, FoldTable
+from nbtoolkit.search.crossval.fold_loop import FOLDS_FILE, check_same, fold_key
+from nbtoolkit.search.folds.folds import Folds
 from nbtoolkit.search.pool import Search
 from nbtoolkit.search.slots import Placement
 from nbtoolkit.search.submit import start_or_submit
 from nbtoolkit.search.sweep_result import SearchHandle, TableLines
+from nbtoolkit.wire.serialization import add_note
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -140,7 +140,7 @@ def cross_validate(
         on_event: called with each event of the cross-validation while this process waits for it.
 
     Returns:
-        The :class:`~nbtoolkit.crossval.cv_result.CVResult`; with ``wait=False`` a
+        The :class:`~nbtoolkit.search.crossval.cv_result.CVResult`; with ``wait=False`` a
         :class:`CVHandle`.
 
     Raises:
@@ -206,7 +206,7 @@ def _search(folds: Folds, processes: int | None) -> Search:
         placement = "device_per_trial" if processes == 1 else "all_devices_per_trial"
     return Search(
         kind="cv",
-        loop="nbtoolkit.crossval.fold_loop:run_folds",
+        loop="nbtoolkit.search.crossval.fold_loop:run_folds",
         identity={"folds": folds.hash, "target": folds.target},
         placement=placement,
         jobs=len(folds),

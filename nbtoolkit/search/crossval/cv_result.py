@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
-from nbtoolkit.crossval.fold_loop import FOLDS_FILE, finished_folds, fold_key
-from nbtoolkit.crossval.out_of_fold import assemble
 from nbtoolkit.errors import CheckpointError, FoldError, MissingExtra
-from nbtoolkit.folds.folds import Folds
 from nbtoolkit.launcher.run_result import result_of
 from nbtoolkit.run.events import Event, FoldChanged
 from nbtoolkit.run.output import charts, displays
 from nbtoolkit.run.paths import RunPaths, Status, read_pickle
-from nbtoolkit.study.table import EventTable, short
+from nbtoolkit.search.crossval.fold_loop import FOLDS_FILE, finished_folds, fold_key
+from nbtoolkit.search.crossval.out_of_fold import assemble
+from nbtoolkit.search.folds.folds import Folds
+from nbtoolkit.search.study.table import EventTable, short
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from nbtoolkit.crossval.out_of_fold import Array
+    from nbtoolkit.search.crossval.out_of_fold import Array
     from nbtoolkit.views.figure import Chart
 
 
@@ -169,7 +169,7 @@ class CVResult:
         Raises:
             FoldError: no fold is done, a fold has no model, or predictions do not fit together.
         """
-        from nbtoolkit.crossval.fold_predictions import predict_mean
+        from nbtoolkit.search.crossval.fold_predictions import predict_mean
 
         __tracebackhide__ = True
         return predict_mean([self], test, **options)

@@ -6,11 +6,10 @@ import statistics
 from pathlib import Path
 
 from nbtoolkit.errors import FoldError
-from nbtoolkit.folds.folds import Folds
 from nbtoolkit.run.attempts import readable_last_event
 from nbtoolkit.run.events import EventReader, FoldChanged
-from nbtoolkit.run.messages import SearchCommand
 from nbtoolkit.run.paths import RunPaths
+from nbtoolkit.search.folds.folds import Folds
 from nbtoolkit.search.pool import (
     EventWriter,
     JobEnded,
@@ -20,6 +19,7 @@ from nbtoolkit.search.pool import (
     SearchEnd,
     SearchJob,
 )
+from nbtoolkit.wire.messages import SearchCommand
 
 FOLDS_FILE = "folds.json"
 

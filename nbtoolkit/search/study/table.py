@@ -12,8 +12,8 @@ from nbtoolkit.run.events import Event, TrialChanged
 from nbtoolkit.text_table import duration, number
 
 if TYPE_CHECKING:
-    from nbtoolkit.study.space import Params
-    from nbtoolkit.study.sweep_config import SweepConfig
+    from nbtoolkit.search.study.space import Params
+    from nbtoolkit.search.study.sweep_config import SweepConfig
 
 ENDED = ("complete", "pruned", "failed", "infeasible")
 """States of a trial that has ended. The others are running and waiting (to run again)."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nbtoolkit.errors import FoldError
-from nbtoolkit.folds.folds import Folds
+from nbtoolkit.search.folds.folds import Folds
 
 if TYPE_CHECKING:
     import numpy as np

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
 
-    from nbtoolkit.study.space import Params
+    from nbtoolkit.search.study.space import Params
 
 LEAST = 10
 """Complete trials below which nothing is shown."""

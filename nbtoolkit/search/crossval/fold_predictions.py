@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from nbtoolkit.config import reads
-from nbtoolkit.crossval.out_of_fold import as_array
 from nbtoolkit.environment.deadline import check_deadline, time_limit
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.plan import make_plan
@@ -22,18 +21,19 @@ from nbtoolkit.run.attempts import run_config
 from nbtoolkit.run.checkpoints.weights import load_model
 from nbtoolkit.run.output import CellOutput, Display, choose_screen, displays, find_display
 from nbtoolkit.run.paths import RunPaths, make_folder, read_pickle, write_whole
-from nbtoolkit.run.payload import JobSpec, RunRequest
 from nbtoolkit.run.resume import new_run, write_header
-from nbtoolkit.run.serialization import add_note, pack_value
+from nbtoolkit.search.crossval.out_of_fold import as_array
 from nbtoolkit.text_table import counted
+from nbtoolkit.wire.payload import JobSpec, RunRequest
+from nbtoolkit.wire.serialization import add_note, pack_value
 
 if TYPE_CHECKING:
     import torch
 
     from nbtoolkit.config.schema import Config
-    from nbtoolkit.crossval.cv_result import CVResult
-    from nbtoolkit.crossval.out_of_fold import Array
-    from nbtoolkit.folds.folds import Fold
+    from nbtoolkit.search.crossval.cv_result import CVResult
+    from nbtoolkit.search.crossval.out_of_fold import Array
+    from nbtoolkit.search.folds.folds import Fold
     from nbtoolkit.worker.context import RunContext
 
     Model = TypeVar("Model", bound=torch.nn.Module)

@@ -26,7 +26,7 @@ from optuna.trial import create_trial
 from nbtoolkit.config.loading import Keys, Mistake, refuse
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import ConfigError, SpaceError
-from nbtoolkit.study.notation import expand
+from nbtoolkit.search.study.notation import expand
 
 Params: TypeAlias = dict[str, Any]
 """Values of settings by dotted name; a value is whatever a YAML file can hold."""

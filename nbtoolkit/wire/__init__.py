@@ -1,0 +1,1 @@
+"""What crosses a process: messages, sockets, pickles, the function and its arrays, signals."""
