@@ -6,6 +6,7 @@ import io
 import sys
 from typing import TYPE_CHECKING
 
+from nbtoolkit.environment.installed import has_extra, import_extra
 from nbtoolkit.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -20,8 +21,10 @@ def command_line() -> typer.Typer:
     """
     # The other modules add their commands to the application of the first.
     from nbtoolkit import cli, cli_notebooks  # noqa: F401
-    from nbtoolkit.cluster import command  # noqa: F401
 
+    for extra in ("cluster", "tuning"):
+        if has_extra(extra):
+            import_extra(extra, "command")
     return cli.app
 
 

@@ -18,6 +18,9 @@ from nbtoolkit.text_table import gib
 
 ROOT = Path("/")
 
+COUNTS_SESSIONS = ("kaggle",)
+"""Hosts whose quota counts the time of a session, however many of its GPUs are in use."""
+
 
 def cpu_count(root: Path = ROOT) -> int:
     """Return the number of CPUs of this process: its affinity mask, limited by a container's quota.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -17,9 +18,14 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType, ModuleType
 
+from nbtoolkit.errors import MissingExtra
+
 EXTRAS = {
+    "cluster": "nbtoolkit.extras.cluster",
     "competition": "nbtoolkit.extras.competition",
+    "integrations": "nbtoolkit.extras.integrations",
     "metric_learning": "nbtoolkit.extras.metric_learning",
+    "tuning": "nbtoolkit.extras.tuning",
     "wandb": "nbtoolkit.extras.wandb",
 }
 """The folders that may be deleted. The core names them only here, and ``__init__.pyi`` has their
@@ -163,6 +169,26 @@ def install_line(extra: str) -> str:
     needed = [name.strip() for name, _, marker in parts if marker.strip() == f"extra == '{extra}'"]
     words = needed or [f"{Path(__file__).resolve().parents[2]}[{extra}]"]
     return f"pip install {shlex.join(words)}"
+
+
+def has_extra(name: str) -> bool:
+    """Return False for an extra of :data:`EXTRAS` whose folder has been deleted."""
+    *_, folder = EXTRAS[name].split(".")
+    return (Path(__file__).parents[1] / "extras" / folder).is_dir()
+
+
+def import_extra(name: str, module: str) -> ModuleType:
+    """Import a module of an extra of :data:`EXTRAS`.
+
+    Raises:
+        MissingExtra: its folder has been deleted.
+    """
+    if not has_extra(name):
+        raise MissingExtra(
+            f"this copy of nbtoolkit has no {EXTRAS[name]}",
+            do="install the whole of nbtoolkit",
+        )
+    return importlib.import_module(f"{EXTRAS[name]}.{module}")
 
 
 def package_folder(name: str) -> Path | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from statistics import fmean
 
+from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.hardware import detect_hardware
 from nbtoolkit.environment.plan import make_plan
 from nbtoolkit.errors import NbtoolkitError
-from nbtoolkit.host import detect_host
+from nbtoolkit.host import COUNTS_SESSIONS, detect_host
 from nbtoolkit.panel.form import Validation
 from nbtoolkit.search.slots import Placement, make_slots
 from nbtoolkit.text_table import counted, gib
-from nbtoolkit.tuning.quota import cost_text as quota_text
 from nbtoolkit.views.state import WORKED, State
 
 
@@ -94,7 +94,7 @@ def cost_text(
     text += f", about {_rounded(seconds)} on {counted(slots, 'slot')}"
     if validation.config is None:
         return text
-    quota = quota_text(
+    quota = quota_cost(
         validation.config,
         detect_host().kind,
         jobs=trainings,
@@ -103,6 +103,30 @@ def cost_text(
         devices=devices,
     )
     return f"{text}: {quota}" if quota else text
+
+
+def quota_cost(
+    config: Config, host: str, *, jobs: int, seconds: float, slots: int, devices: int
+) -> str:
+    """Say what a search costs of a quota; empty without ``runtime.quota_hours``.
+
+    Args:
+        config: the configuration.
+        host: the kind of host.
+        jobs: trainings.
+        seconds: of one training.
+        slots: trainings at a time.
+        devices: GPUs of each training.
+    """
+    limit = config.runtime.quota_hours
+    if limit is None:
+        return ""
+    if host in COUNTS_SESSIONS:
+        turns, counted_devices = math.ceil(jobs / slots), min(1, devices)
+    else:
+        turns, counted_devices = jobs, devices
+    hours = turns * counted_devices * seconds / 3600
+    return f"about {hours:.3g} of your {limit:.3g} GPU hours"
 
 
 def _rounded(seconds: float) -> str:

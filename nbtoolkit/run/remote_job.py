@@ -1,6 +1,6 @@
 """Describe the job of a cluster that trains a run, and find it again by the run's folder.
 
-A cluster is a module that nothing else imports; :data:`CLUSTERS` names the object in it.
+A cluster is a module of an extra, and :data:`CLUSTERS` names the object in it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from nbtoolkit.environment.installed import import_extra
 from nbtoolkit.run.attempts import completed
 from nbtoolkit.run.paths import RunPaths, read_or_empty, write_json
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
 
 CLUSTERS = {
-    "slurm": "nbtoolkit.cluster.slurm:SLURM",
-    "ray": "nbtoolkit.cluster.ray_jobs:RAY",
+    "slurm": ("slurm", "SLURM"),
+    "ray": ("ray_jobs", "RAY"),
 }
-"""The values of ``where`` besides ``"local"``, and what runs them."""
+"""The values of ``where`` besides ``"local"``: module and object of the extra ``cluster``."""
 
 JOB_MARK = "NBTOOLKIT_JOB"
 """Set to the run's folder in the processes of its job."""
@@ -82,8 +82,13 @@ CALL_FILE = "remote/call.pkl"
 
 
 def find_cluster(where: str) -> JobQueue:
-    """Return the cluster of a name of :data:`CLUSTERS`."""
-    cluster: JobQueue = resolve_name(CLUSTERS[where])
+    """Return the cluster of a name of :data:`CLUSTERS`.
+
+    Raises:
+        MissingExtra: this copy of nbtoolkit is without the extra.
+    """
+    module, name = CLUSTERS[where]
+    cluster: JobQueue = getattr(import_extra("cluster", module), name)
     return cluster
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -14,20 +13,18 @@ from typing import TYPE_CHECKING
 
 from nbtoolkit.config.schema import load_config
 from nbtoolkit.errors import RunFileError, TuningError, some_names
+from nbtoolkit.host import COUNTS_SESSIONS
 from nbtoolkit.run.events import EventReader, RunStarted
 from nbtoolkit.run.paths import reading
 from nbtoolkit.text_table import counted
 from nbtoolkit.tuning.answer import MeasuredTable
 
 if TYPE_CHECKING:
-    from nbtoolkit.config.schema import Config
+    pass
 
 WEEK_BEGINS = {"kaggle": 5}
 """Weekday (0: Monday) on which a host's week begins, at 00:00 UTC. Kaggle's quota is renewed on
 Saturday; other hosts have the weeks of ISO 8601."""
-
-COUNTS_SESSIONS = ("kaggle",)
-"""Hosts whose quota counts the time of a session, however many of its GPUs are in use."""
 
 # Folders that hold no run.
 _NO_RUNS = ("checkpoints", "values", "ranks", "samples", "mlartifacts", "tensorboard", "wandb")
@@ -254,7 +251,7 @@ def quota_hours(host: str, spans: Sequence[AttemptSpan]) -> float:
     """Return the hours of a quota that spans use; those on the CPU use nothing.
 
     Args:
-        host: the kind of host; see :data:`COUNTS_SESSIONS`.
+        host: the kind of host; see :data:`nbtoolkit.host.COUNTS_SESSIONS`.
         spans: the spans.
     """
     if host not in COUNTS_SESSIONS:
@@ -265,27 +262,3 @@ def quota_hours(host: str, spans: Sequence[AttemptSpan]) -> float:
             total += max(0.0, span.end - max(span.begin, until))
             until = max(until, span.end)
     return total / 3600
-
-
-def cost_text(
-    config: Config, host: str, *, jobs: int, seconds: float, slots: int, devices: int
-) -> str:
-    """Say what a search costs of a quota; empty without ``runtime.quota_hours``.
-
-    Args:
-        config: the configuration.
-        host: the kind of host.
-        jobs: trainings.
-        seconds: of one training.
-        slots: trainings at a time.
-        devices: GPUs of each training.
-    """
-    limit = config.runtime.quota_hours
-    if limit is None:
-        return ""
-    if host in COUNTS_SESSIONS:
-        turns, counted_devices = math.ceil(jobs / slots), min(1, devices)
-    else:
-        turns, counted_devices = jobs, devices
-    hours = turns * counted_devices * seconds / 3600
-    return f"about {hours:.3g} of your {limit:.3g} GPU hours"

@@ -36,7 +36,6 @@ from nbtoolkit.errors import DeadlinePassed, GroupStartFailed, WorkerHung
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.events import EventReader
 from nbtoolkit.search.study.sweep_config import SweepConfig
-from nbtoolkit.tuning.quota import cost_text
 from nbtoolkit.worker.context import RunContext
 
 Settings = dict[str, Any]
@@ -377,9 +376,9 @@ def test_the_command_line_calls_the_task(tmp_path: Path) -> None:
 @proves("runtime.quota_hours")
 def test_the_cost_is_told_of_the_quota_that_is_set() -> None:
     job = {"jobs": 2, "seconds": 3600.0, "slots": 1, "devices": 1}
-    assert cost_text(Config(), "kaggle", **job) == ""
+    assert quota_cost(Config(), "kaggle", **job) == ""
     config = Config().with_overrides({"runtime.quota_hours": 20})
-    assert cost_text(config, "kaggle", **job) == "about 2 of your 20 GPU hours"
+    assert quota_cost(config, "kaggle", **job) == "about 2 of your 20 GPU hours"
 
 
 # --- tracking ---

@@ -19,9 +19,9 @@ from run_folders import write_run
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import TuningError
-from nbtoolkit.panel.cost import cost_text as panel_cost_text
+from nbtoolkit.panel.cost import cost_text, quota_cost
 from nbtoolkit.panel.form import FormState
-from nbtoolkit.tuning.quota import cost_text, week_of
+from nbtoolkit.tuning.quota import week_of
 
 HOUR = 3600.0
 
@@ -195,10 +195,10 @@ def test_a_killed_run_counts_until_its_last_event(tmp_path: Path) -> None:
 def test_the_cost_of_a_search_is_told_in_hours_of_the_quota() -> None:
     config = Config().with_overrides({"runtime.quota_hours": 30})
     jobs = {"jobs": 60, "seconds": 540.0, "slots": 2}
-    assert cost_text(config, "kaggle", **jobs, devices=1) == "about 4.5 of your 30 GPU hours"
-    assert cost_text(config, "jupyter", **jobs, devices=1) == "about 9 of your 30 GPU hours"
-    assert cost_text(config, "jupyter", **jobs, devices=0) == "about 0 of your 30 GPU hours"
-    assert cost_text(Config(), "kaggle", **jobs, devices=1) == ""
-    text = panel_cost_text(FormState(config).validate(), 36.0, 2, folds=5, devices=1)
+    assert quota_cost(config, "kaggle", **jobs, devices=1) == "about 4.5 of your 30 GPU hours"
+    assert quota_cost(config, "jupyter", **jobs, devices=1) == "about 9 of your 30 GPU hours"
+    assert quota_cost(config, "jupyter", **jobs, devices=0) == "about 0 of your 30 GPU hours"
+    assert quota_cost(Config(), "kaggle", **jobs, devices=1) == ""
+    text = cost_text(FormState(config).validate(), 36.0, 2, folds=5, devices=1)
     cost = "5 folds = 5 trainings, about 2 min on 2 slots: about 0.05 of your 30 GPU hours"
     assert text == cost
