@@ -55,7 +55,7 @@ test-integrations: $(STAMP)
 	@$(BIN)/python -m tests.pythons.integrations
 
 test-cluster: $(STAMP)
-	@tests/cluster/install.sh
+	@tests/extras/cluster/install.sh
 	@$(BIN)/python -m tests.pythons.cluster
 
 test-browser: $(STAMP)

@@ -177,8 +177,8 @@ def has_extra(name: str) -> bool:
     return (Path(__file__).parents[1] / "extras" / folder).is_dir()
 
 
-def import_extra(name: str, module: str) -> ModuleType:
-    """Import a module of an extra of :data:`EXTRAS`.
+def import_extra(name: str, module: str = "") -> ModuleType:
+    """Import an extra of :data:`EXTRAS`, or a module of it.
 
     Raises:
         MissingExtra: its folder has been deleted.
@@ -188,7 +188,7 @@ def import_extra(name: str, module: str) -> ModuleType:
             f"this copy of nbtoolkit has no {EXTRAS[name]}",
             do="install the whole of nbtoolkit",
         )
-    return importlib.import_module(f"{EXTRAS[name]}.{module}")
+    return importlib.import_module(".".join([EXTRAS[name], module]).rstrip("."))
 
 
 def package_folder(name: str) -> Path | None:

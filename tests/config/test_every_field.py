@@ -34,6 +34,7 @@ from nbtoolkit.environment.launch_plan import LaunchPlan
 from nbtoolkit.environment.plan import GroupNotFormed, make_plan
 from nbtoolkit.errors import DeadlinePassed, GroupStartFailed, WorkerHung
 from nbtoolkit.host import detect_host
+from nbtoolkit.panel.cost import quota_cost
 from nbtoolkit.run.events import EventReader
 from nbtoolkit.search.study.sweep_config import SweepConfig
 from nbtoolkit.worker.context import RunContext

@@ -9,11 +9,11 @@ import pytest
 from every_field import proves
 from login_node import login_node  # noqa: F401
 
-from nbtoolkit.cluster.ray_jobs import RAY
-from nbtoolkit.cluster.recipes import recipe
-from nbtoolkit.cluster.slurm import SLURM
 from nbtoolkit.config.schema import Config, load_config
 from nbtoolkit.errors import LaunchError, PlanError
+from nbtoolkit.extras.cluster.ray_jobs import RAY
+from nbtoolkit.extras.cluster.recipes import recipe
+from nbtoolkit.extras.cluster.slurm import SLURM
 from nbtoolkit.run.identity import Identity
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.tasks.digits import train as digits
@@ -62,10 +62,10 @@ def test_a_container_and_a_python_of_the_machines(tmp_path: Path) -> None:
         SLURM.submit(paths, config, search=False)
         return paths.remote.with_name("job.sh").read_text()
 
-    assert "--container-image=image.sqsh python3 -m nbtoolkit.cluster.job" in job(
+    assert "--container-image=image.sqsh python3 -m nbtoolkit.extras.cluster.job" in job(
         container="image.sqsh"
     )
-    assert " apptainer exec --nv i.sif python -m nbtoolkit.cluster.job" in job(
+    assert " apptainer exec --nv i.sif python -m nbtoolkit.extras.cluster.job" in job(
         python="apptainer exec --nv i.sif python"
     )
 

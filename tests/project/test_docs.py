@@ -253,7 +253,7 @@ def test_every_diff_applies_to_this_version(page: Path, tmp_path: Path) -> None:
     [
         ("add-a-setting", "tests/config/test_every_field_fit.py"),
         ("add-a-sampler", "tests/study/test_study.py"),
-        ("add-an-integration", "tests/integrations/test_ignite.py"),
+        ("add-an-integration", "tests/extras/integrations/test_ignite.py"),
     ],
 )
 def test_the_examples_for_contributors_pass_their_tests(

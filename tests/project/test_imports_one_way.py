@@ -44,16 +44,13 @@ LAYERS = (
     "notebooks",
     "sessions",
     "views",
-    # It measures by launches and draws what it measured.
-    "tuning",
     "panel",
     "cli",
     "cli_notebooks",
-    "cluster",
     "__main__",
-    # Nothing imports these: each is for those who have its framework.
+    # The users' name of an extra.
     "integrations",
-    # What may be deleted: nothing imports it either.
+    # What may be deleted: nothing imports it.
     "extras",
 )
 

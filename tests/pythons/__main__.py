@@ -41,7 +41,7 @@ for found in pkgutil.walk_packages(nbtoolkit.__path__, "nbtoolkit."):
         try:
             importlib.import_module(found.name)
         except MissingExtra:  # a framework that the environment does not have
-            if not found.name.startswith("nbtoolkit.integrations."):
+            if not found.name.startswith("nbtoolkit.extras.integrations."):
                 raise
 """
 

@@ -1,4 +1,4 @@
-"""Run tests/cluster with Ray: ``make test-cluster``.
+"""Run tests/extras/cluster with Ray: ``make test-cluster``.
 
     python -m tests.pythons.cluster [PYTEST ARGUMENTS]
 
@@ -14,7 +14,7 @@ from tests.pythons.integrations import build, run_beside
 
 FOLDER = ROOT / "build/cluster"
 TESTS = (
-    "tests/cluster",
+    "tests/extras/cluster",
     "tests/config/test_every_field_cluster.py",
 )
 

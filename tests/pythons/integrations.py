@@ -1,4 +1,4 @@
-"""Run tests/integrations where all frameworks are installed: ``make test-integrations``.
+"""Run tests/extras/integrations where all frameworks are installed: ``make test-integrations``.
 
     python -m tests.pythons.integrations [PYTEST ARGUMENTS]
 
@@ -36,12 +36,12 @@ _NOT_HERE = ("torch==", "triton==", "nvidia-", "cuda-", "nbtoolkit")
 
 def main(arguments: list[str]) -> int:
     """Build the environment if necessary, and run the tests there."""
-    words = arguments or ["-q", "-n", "2", "--dist", "loadscope", "tests/integrations"]
+    words = arguments or ["-q", "-n", "2", "--dist", "loadscope", "tests/extras/integrations"]
     code = run_beside(FOLDER, "integrations", words)
     if arguments or "+cpu" not in version("torch"):
         return code
     _build_vision()
-    return run_in(VISION, ["-q", "tests/integrations/test_metric_learning.py"]) or code
+    return run_in(VISION, ["-q", "tests/extras/integrations/test_metric_learning.py"]) or code
 
 
 def run_beside(folder: Path, extra: str, words: list[str]) -> int:

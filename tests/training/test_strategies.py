@@ -22,8 +22,8 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.plan import LaunchPlan, make_plan
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError, PlanError, WorkerDied
+from nbtoolkit.extras.integrations.support import check_strategy
 from nbtoolkit.host import detect_host
-from nbtoolkit.integrations.support import check_strategy
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
 from nbtoolkit.search.slots import make_slots
 from nbtoolkit.training.step import by_name, by_number

@@ -13,11 +13,11 @@ from page_folders import cross_validation, folder, run, started, sweep
 from run_folders import trained, write_run
 
 import nbtoolkit as nb
+from nbtoolkit.extras.tuning.learning_rate import LearningRate
 from nbtoolkit.run.events import TrialChanged
 from nbtoolkit.run.output import charts
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.search.study.importance import Importance, ParameterShare
-from nbtoolkit.tuning.learning_rate import LearningRate
 from nbtoolkit.views.page import page_html
 from nbtoolkit.views.state import read_state
 from nbtoolkit.views.watcher import static
