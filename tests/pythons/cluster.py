@@ -13,10 +13,7 @@ from tests.pythons.environments import ROOT
 from tests.pythons.integrations import build, run_beside
 
 FOLDER = ROOT / "build/cluster"
-TESTS = (
-    "tests/extras/cluster",
-    "tests/config/test_every_field_cluster.py",
-)
+TESTS = ("tests/extras/cluster",)
 
 
 def complete() -> None:

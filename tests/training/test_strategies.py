@@ -22,7 +22,6 @@ import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.environment.plan import LaunchPlan, make_plan
 from nbtoolkit.errors import CheckpointError, ConfigError, FitError, PlanError, WorkerDied
-from nbtoolkit.extras.integrations.support import check_strategy
 from nbtoolkit.host import detect_host
 from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
 from nbtoolkit.search.slots import make_slots
@@ -567,11 +566,3 @@ def test_trials_of_a_sweep_are_sharded_over_all_devices_or_refused() -> None:
     assert (len(slots.slots), slots.why) == (1, "distributed.strategy: fsdp")
     with pytest.raises(PlanError, match=r"fsdp, and placement gives each trial one device"):
         make_slots(config, two, "device_per_trial")
-
-
-def test_other_trainers_refuse_what_they_would_not_do(tmp_path: Path) -> None:
-    ctx = Run(tmp_path / "run").context(configured())
-    check_strategy(ctx, "Lightning's Trainer")
-    ctx.plan = replace(ctx.plan, strategy="fsdp")
-    with pytest.raises(PlanError, match="is fsdp, and Lightning's Trainer would train with DDP"):
-        check_strategy(ctx, "Lightning's Trainer")

@@ -13,7 +13,6 @@ from page_folders import cross_validation, folder, run, started, sweep
 from run_folders import trained, write_run
 
 import nbtoolkit as nb
-from nbtoolkit.extras.tuning.learning_rate import LearningRate
 from nbtoolkit.run.events import TrialChanged
 from nbtoolkit.run.output import charts
 from nbtoolkit.run.paths import RunPaths
@@ -94,12 +93,16 @@ STORED: dict[str, Callable[[Path], str]] = {
     "the result of a sweep": lambda parent: page_html(read_state(sweep(parent).folder)),
     "a chart": lambda parent: charts().result_chart(sweep(parent), "history")._repr_html_(),
     "the importance": shares,
-    "a finder": lambda _: LearningRate(
-        suggestion=0.1, rates=(0.01, 0.1, 1.0), losses=(2.0, 1.0, 3.0)
-    )._repr_html_(),
+    "a finder": lambda _: found_rate(),
     "a report": lambda parent: nb.report(reported(parent).folder)._repr_html_() or "",
     "a panel": lambda parent: panel_of(reported(parent)),
 }
+
+
+def found_rate() -> str:
+    tuning = pytest.importorskip("nbtoolkit.extras.tuning.learning_rate", reason="NOT TESTED")
+    found = tuning.LearningRate(suggestion=0.1, rates=(0.01, 0.1, 1.0), losses=(2.0, 1.0, 3.0))
+    return str(found._repr_html_())
 
 
 def panel_of(paths: RunPaths) -> str:

@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fits import Run, configured
 
 import nbtoolkit as nb
 from nbtoolkit.errors import CheckpointError, FitError, LaunchError, MissingExtra, PlanError
@@ -202,3 +204,11 @@ def test_a_resumed_keras_fit_must_not_begin_at_epoch_0(
         nb.launch(train, config, display="off")
     with pytest.raises(FitError, match=r"resumes with epoch 2, and model\.fit begins with 0"):
         nb.launch(train, config, display="off")
+
+
+def test_other_trainers_refuse_what_they_would_not_do(tmp_path: Path) -> None:
+    ctx = Run(tmp_path / "run").context(configured())
+    support.check_strategy(ctx, "Lightning's Trainer")
+    ctx.plan = replace(ctx.plan, strategy="fsdp")
+    with pytest.raises(PlanError, match="is fsdp, and Lightning's Trainer would train with DDP"):
+        support.check_strategy(ctx, "Lightning's Trainer")

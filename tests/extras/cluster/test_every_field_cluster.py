@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from every_field import proves
+from every_field import PROVEN, leaves, proves
 from login_node import login_node  # noqa: F401
 
 from nbtoolkit.config.schema import Config, load_config
@@ -17,6 +17,11 @@ from nbtoolkit.extras.cluster.slurm import SLURM
 from nbtoolkit.run.identity import Identity
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.tasks.digits import train as digits
+
+
+def test_every_field_of_the_section_is_proven_once() -> None:
+    proven = sorted(name for name in PROVEN if name.startswith("cluster."))
+    assert proven == sorted(name for name in leaves(Config) if name.startswith("cluster."))
 
 
 def script_of(**values: Any) -> str:
