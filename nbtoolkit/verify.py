@@ -21,13 +21,12 @@ from nbtoolkit import cards
 from nbtoolkit.config.aliases import refuse_other_launchers_names
 from nbtoolkit.config.schema import Config, ConfigLike, as_config
 from nbtoolkit.errors import NbtoolkitError, WorkerDied
+from nbtoolkit.launcher.train_function import check_function
 from nbtoolkit.run.checkpoints.checkpoint_store import has_checkpoint, read_state
 from nbtoolkit.run.checkpoints.weights import find_weights
 from nbtoolkit.run.events import EventReader, MetricsLogged, MetricsReported
-from nbtoolkit.run.paths import read_json
-from nbtoolkit.training.samples import read_samples
 from nbtoolkit.worker.metric_values import numbers_and_step
-from nbtoolkit.worker.random_numbers import read_draws
+from nbtoolkit.worker.random_numbers import read_inexact
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,9 +46,9 @@ class Comparison:
     Attributes:
         what: a description of the two runs.
         tolerance: values that differ by at most this much count as equal.
-        steps: the number of optimizer steps whose samples were compared; None: the function did not
-            call ``nb.fit``.
-        first_other_step: the first (epoch, step) with different samples; None if there is none.
+        steps: the number of steps whose logged losses were compared; None: no loss was logged.
+        first_other_step: the first step whose losses differ by more than the tolerance, or whose
+            loss only one of the runs logged; None if there is none.
         loss: the largest difference of a logged loss; None: no loss was logged.
         metrics: the largest difference of each reported metric.
         weights: the largest difference of a weight in the last checkpoints; None: there are no
@@ -62,7 +61,7 @@ class Comparison:
     what: str
     tolerance: float
     steps: int | None
-    first_other_step: tuple[int, int] | None
+    first_other_step: int | None
     loss: float | None
     metrics: dict[str, float]
     weights: float | None
@@ -70,11 +69,8 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the samples are equal and every difference is within the tolerance.
-
-        False if nothing was compared.
-        """
-        return self.first_other_step is None and self.largest <= self.tolerance
+        """Whether every difference is within the tolerance; False if nothing was compared."""
+        return self.largest <= self.tolerance
 
     @property
     def largest(self) -> float:
@@ -90,13 +86,14 @@ class Comparison:
     def _outcome(self) -> str:
         if self.passed:
             return "equal"
-        if self.first_other_step is None and math.isnan(self.largest):
+        if math.isnan(self.largest):
             return "nothing was compared (ctx.log, ctx.report or ctx.save give values)"
         return "DIFFERENT"
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        yield "samples of each step", self._samples()
-        yield "loss", _difference_text(self.loss, "not logged")
+        yield "loss of each step", self._losses()
+        if self.loss is not None:
+            yield "loss", _difference_text(self.loss, "")
         for name, value in self.metrics.items():
             yield name, _difference_text(value, "")
         yield "weights", _difference_text(self.weights, "no checkpoint")
@@ -104,12 +101,11 @@ class Comparison:
         for name, reason in self.inexact.items():
             yield f"inexact by nature: {name}", reason
 
-    def _samples(self) -> str:
+    def _losses(self) -> str:
         if self.steps is None:
-            return "unknown: the function does not call nb.fit"
+            return "not logged"
         if self.first_other_step is not None:
-            epoch, step = self.first_other_step
-            return f"differ, first in epoch {epoch}, step {step}"
+            return f"differs, first in step {self.first_other_step}"
         return f"equal in {self.steps} steps"
 
     __str__ = explain
@@ -125,7 +121,7 @@ def parity(
     """Run ``train`` on one process and on several, and compare the results.
 
     Args:
-        train: a training function; samples are compared if it calls ``nb.fit``.
+        train: a training function that logs its loss (``nb.fit`` does), reports or saves.
         config: a configuration that takes seconds, for example with ``train.max_steps: 50``.
             Tracking is switched off.
         processes: the number of processes of the second run.
@@ -135,11 +131,12 @@ def parity(
     Raises:
         Exception: an exception of ``train``.
     """
+    recorded = _Recorded(train)
     with _scratch(config) as settings:
-        single = _launch(train, settings, processes=1)
-        several = _launch(train, settings, processes=processes)
+        single = _launch(recorded, settings, processes=1)
+        several = _launch(recorded, settings, processes=processes)
         what = f"1 process compared with {processes}"
-        return _compare(what, single, several, tolerance=tolerance, ordered=False)
+        return _compare(what, single, several, tolerance=tolerance)
 
 
 @refuse_other_launchers_names
@@ -167,7 +164,7 @@ def resume(
         Exception: an exception of ``train``.
     """
     with _scratch(config) as settings:
-        whole = _launch(train, settings, processes=processes)
+        whole = _launch(_Recorded(train), settings, processes=processes)
         last = max(_losses(whole), default=0)
         if last < 2:
             raise NbtoolkitError(
@@ -192,10 +189,30 @@ def resume(
         what = (
             f"killed at step {killed_at} of {last} and resumed, compared with an uninterrupted run"
         )
-        return _compare(what, whole, resumed, tolerance=tolerance, ordered=True)
+        return _compare(what, whole, resumed, tolerance=tolerance)
 
 
-class _KilledOnce:
+class _Recorded:
+    """A training function whose run records what cannot give exactly equal results.
+
+    Args:
+        train: the training function.
+
+    Raises:
+        LaunchError: it cannot be called as ``train(config, ctx)``.
+    """
+
+    def __init__(self, train: Train) -> None:
+        check_function(train)  # a launch sees only this object
+        self.__wrapped__ = train
+        self.__name__ = getattr(train, "__name__", "train")
+
+    def __call__(self, config: Config, ctx: RunContext) -> object:
+        ctx.records_inexact = True
+        return self.__wrapped__(config, ctx)
+
+
+class _KilledOnce(_Recorded):
     """A training function whose main rank kills itself in its first attempt.
 
     Args:
@@ -204,8 +221,8 @@ class _KilledOnce:
     """
 
     def __init__(self, train: Train, step: int) -> None:
-        self._train, self._step = train, step
-        self.__name__ = getattr(train, "__name__", "train")
+        super().__init__(train)
+        self._step = step
 
     def __call__(self, config: Config, ctx: RunContext) -> object:
         marker, log = ctx.paths.folder / _KILLED, ctx.log
@@ -221,7 +238,7 @@ class _KilledOnce:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         ctx.log = log_or_die  # type: ignore[method-assign]
-        return self._train(config, ctx)
+        return super().__call__(config, ctx)
 
 
 @contextmanager
@@ -235,7 +252,6 @@ def _scratch(config: ConfigLike) -> Iterator[Config]:
                 "tracking.mlflow": False,
                 "tracking.tensorboard": False,
                 "tracking.wandb": False,
-                "tracking.record_samples": True,
                 "tracking.log_every_n_steps": 1,
                 "checkpoint.enabled": True,
             }
@@ -258,15 +274,11 @@ def _launch(
 # --- comparing ---
 
 
-def _compare(
-    what: str, run: RunResult, other: RunResult, *, tolerance: float, ordered: bool
-) -> Comparison:
-    """Compare two runs; ``ordered``: each step's samples must also be in the same order."""
-    steps, first_other = _compare_samples(run, other, ordered=ordered)
+def _compare(what: str, run: RunResult, other: RunResult, *, tolerance: float) -> Comparison:
+    """Compare two runs, of which ``other`` has as many ranks as ``run``, or more."""
     reports, other_reports = _reports(run), _reports(other)
     losses, other_losses = _losses(run), _losses(other)
-    inexact: dict[str, str] = read_json(run.paths.layers) or {}
-    inexact |= read_draws(other.paths)
+    inexact = read_inexact(other.paths)
     if run.plan.device_type == "cuda":
         # Two equal runs differ: on an H100, convolutions in fp32 by 6e-8 after 40 steps.
         inexact["the GPU's kernels"] = (
@@ -276,8 +288,8 @@ def _compare(
     return Comparison(
         what=what,
         tolerance=tolerance,
-        steps=steps,
-        first_other_step=first_other,
+        steps=len({*losses, *other_losses}) or None,
+        first_other_step=_first_other_step(losses, other_losses, tolerance),
         loss=difference(losses, other_losses) if losses or other_losses else None,
         metrics={
             name: difference(reports.get(name, {}), other_reports.get(name, {}))
@@ -286,20 +298,6 @@ def _compare(
         weights=_weight_difference(run, other),
         inexact=inexact,
     )
-
-
-def _compare_samples(
-    run: RunResult, other: RunResult, *, ordered: bool
-) -> tuple[int | None, tuple[int, int] | None]:
-    """Return the number of compared steps, and the first (epoch, step) whose samples differ."""
-    samples, others = read_samples(run.paths), read_samples(other.paths)
-    if not samples and not others:
-        return None, None
-    arrange: Callable[[list[int]], list[int]] = list if ordered else sorted
-    for step in sorted({*samples, *others}):
-        if arrange(samples.get(step, [])) != arrange(others.get(step, [])):
-            return len(samples), step
-    return len(samples), None
 
 
 def _losses(run: RunResult) -> dict[int, float]:
@@ -325,6 +323,16 @@ def _reports(run: RunResult) -> dict[str, dict[int | None, float]]:
             for name, value in event.values.items():
                 curves.setdefault(name, {}).update({event.step: value, None: value})
     return curves
+
+
+def _first_other_step(
+    losses: Mapping[int, float], others: Mapping[int, float], tolerance: float
+) -> int | None:
+    for step in sorted({*losses, *others}):
+        missing = step not in losses or step not in others
+        if missing or _gap(losses[step], others[step]) > tolerance:
+            return step
+    return None
 
 
 def difference(curve: Mapping[_Step, float], other: Mapping[_Step, float]) -> float:

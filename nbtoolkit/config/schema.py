@@ -304,9 +304,6 @@ class Tracking(Section):
     """`nb.fit` logs the training loss each time that this number of optimizer steps is done."""
     device_metrics: bool = True
     """Log the memory and the utilization of the devices every few seconds."""
-    record_samples: bool = False
-    """Let `nb.fit` record which samples each optimizer step uses, in the folder `samples` of the
-    run."""
 
 
 class Runtime(Section):

@@ -13,7 +13,7 @@ ranks/<rank>/trace.json.gz                the trace of a profiled rank (train.pr
 values/<rank>.pkl                         return values (pickled: load only your own runs)
 checkpoints/                              written by ctx.save and fit
 predictor.pkl                             the model of a fold (pickled: load only your own runs)
-samples/rank-<rank>.jsonl                 the samples of each step (tracking.record_samples)
+inexact.jsonl                             layers and generators that depend on the ranks (nb.verify)
 error.pkl                                 the exception that ended a failed run (pickled)
 
 The folder of a search also has sweep.yaml, study.jsonl and trials/<number>/, or folds/<number>/
@@ -77,9 +77,8 @@ class RunPaths:
     """Locked (flock) by the process that reads the events for tracking."""
     tracking = _File("tracking.json")
     """How far tracking has read the events (JSON)."""
-    layers = _File("samples/layers.json")
-    draws = _File("samples/draws.jsonl")
-    """Layers whose results depend on the ranks, with the reason (tracking.record_samples)."""
+    inexact = _File("inexact.jsonl")
+    """Layers and generators that differ between the ranks, with the reason (for nb.verify)."""
     predictor = _File("predictor.pkl")
     """What predicts a test set with the model of a fold (pickled; ``cv.predict`` reads it)."""
     remote = _File("remote/job.json")
@@ -105,10 +104,6 @@ class RunPaths:
     def trace(self, rank: int) -> Path:
         """The trace of rank ``rank`` for Chrome and Perfetto (``train.profile``)."""
         return self.folder / "ranks" / str(rank) / "trace.json.gz"
-
-    def samples(self, rank: int) -> Path:
-        """The samples of rank ``rank`` in every optimizer step (JSON lines)."""
-        return self.folder / "samples" / f"rank-{rank}.jsonl"
 
     def rank_error(self, rank: int) -> Path:
         """The packed exception of rank ``rank``, as the rank wrote it."""

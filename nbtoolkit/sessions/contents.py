@@ -30,11 +30,11 @@ from nbtoolkit.sessions.carried_files import (
 
 NEEDED = "records and checkpoints of unfinished runs"
 LOSERS = "weights of trials that did not win"
-LOGS = "output of ranks, samples, TensorBoard and W&B files"
+LOGS = "output of ranks, TensorBoard and W&B files"
 FINISHED = "best checkpoints of finished runs"
 DROPPED_FIRST = (LOSERS, LOGS, FINISHED)
 
-_LOG_FOLDERS = ("ranks", "samples", "tensorboard", "wandb")
+_LOG_FOLDERS = ("ranks", "tensorboard", "wandb")
 
 
 @dataclass

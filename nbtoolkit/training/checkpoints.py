@@ -361,14 +361,12 @@ class CheckpointManager(SaveTimes):
     """The checkpoints of one fit. All ranks have one; only the main rank's copies and writes.
 
     A context manager: on exit it finishes writing.
-
-    Attributes:
-        number: which call of fit in the training function this is, from 1.
     """
 
     def __init__(self, ctx: RunContext, config: Config) -> None:
         super().__init__(config.checkpoint)
-        self.number = number = _fits[ctx] = _fits.get(ctx, 0) + 1
+        # Which call of fit in the training function this is, from 1.
+        number = _fits[ctx] = _fits.get(ctx, 0) + 1
         folder = ctx.paths.checkpoints
         self._ctx, self._settings = ctx, config.checkpoint
         self._store = CheckpointStore(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from nbtoolkit.config import reads
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.errors import RunStopped
-from nbtoolkit.run.paths import write_json
 from nbtoolkit.training.callbacks import Callbacks, FitState, StepProfiler
 from nbtoolkit.training.checkpoints import (
     CheckpointManager,
@@ -44,7 +43,7 @@ from nbtoolkit.training.sync import (
     raise_if_not_finite,
     sync_ranks,
 )
-from nbtoolkit.worker.random_numbers import seed_rank
+from nbtoolkit.worker.random_numbers import record_inexact, seed_rank
 from nbtoolkit.worker.watch import Watch
 
 if TYPE_CHECKING:
@@ -176,7 +175,6 @@ def fit(
             ctx,
             config,
             feed,
-            fit=checkpoints.number,
             sampler=sampler,
             sample_weights=sample_weights,
             model=model,
@@ -242,11 +240,11 @@ class _Training:
         )
         self._watch = Watch(ctx, checkpoints)
         self._window, self._clock = LossWindow(), StepClock(ctx, train_step.model)
-        if config.tracking.record_samples and ctx.is_main:
+        if ctx.records_inexact and ctx.is_main:
             inexact = inexact_layers(train_step.module)
             if config.train.loss_reduction == "batch":
                 inexact["loss"] = WHOLE_BATCHES
-            write_json(ctx.paths.layers, inexact, durable=False)
+            record_inexact(ctx.paths.inexact, inexact)
 
     def resume(self) -> None:
         """Resume from the newest undamaged checkpoint of the run, if there is one."""

@@ -12,10 +12,8 @@ from nbtoolkit.training.data import Batch, Collate, Feed, Sample, make_source, n
 from nbtoolkit.training.model import smallest_share
 from nbtoolkit.training.samples import (
     EpochOrder,
-    IdentifiedBatch,
     MicroBatch,
     Passes,
-    SampleLog,
     SampleWeights,
     check_steps,
     make_order,
@@ -25,7 +23,7 @@ from nbtoolkit.worker.random_numbers import preserve_random_state
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from nbtoolkit.config.schema import Config
     from nbtoolkit.training.data import ArraySource, SampleSource
@@ -37,7 +35,6 @@ def make_train_loader(
     config: Config,
     feed: Feed,
     *,
-    fit: int = 1,
     sampler: Iterable[int] | None = None,
     sample_weights: SampleWeights | None = None,
     model: nn.Module | None = None,
@@ -47,11 +44,10 @@ def make_train_loader(
     Args:
         ctx: the run's context.
         config: ``train.drop_last``, ``train.num_workers``, ``train.max_steps``,
-            ``train.sample_weights``, ``tracking.record_samples``.
+            ``train.sample_weights``.
         feed: what :func:`~nbtoolkit.training.data.make_source` takes, in the order of a
             permutation of (seed, epoch); or an iterable, in its own order (see
             :class:`StreamTrainLoader`).
-        fit: which call of fit in the training function this is, for the record of the samples.
         sampler: the user's, in place of the permutation.
         sample_weights: the user's, in place of ``train.sample_weights``.
         model: its batch norms decide how few samples a micro-batch may have.
@@ -60,9 +56,6 @@ def make_train_loader(
         FitError: the data cannot be used, are empty, or have no whole batch under
             ``train.drop_last``; a stream of unknown length has no ``train.max_steps``.
     """
-    log = None
-    if config.tracking.record_samples:
-        log = SampleLog(ctx.paths.samples(ctx.rank), ranks=ctx.world_size, fit=fit)
     smallest = 1 if model is None else smallest_share(model)
     batch, data = ctx.plan.global_batch_size, feed.data
     if feed.batch_size not in (None, batch):
@@ -82,17 +75,17 @@ def make_train_loader(
                 allowed="a sampler or sample_weights for data with __len__ and __getitem__",
                 do="remove them, or let the stream itself choose its samples",
             )
-        return _make_stream_loader(ctx, config, feed, log, smallest)
+        return _make_stream_loader(ctx, config, feed, smallest)
     source = make_source(feed, ctx.device, workers=config.train.num_workers, seed=ctx.seed)
     order = make_order(
         data, len(source), sampler, sample_weights, seed=ctx.seed, ranks=ctx.world_size
     )
     passes = _make_passes(ctx, config, feed, order.size, smallest)
-    return MapTrainLoader(order, passes, source, log)
+    return MapTrainLoader(order, passes, source)
 
 
 def _make_stream_loader(
-    ctx: RunContext, config: Config, feed: Feed, log: SampleLog | None, smallest: int
+    ctx: RunContext, config: Config, feed: Feed, smallest: int
 ) -> StreamTrainLoader:
     data = feed.data
     length = stream_length(data)
@@ -107,7 +100,7 @@ def _make_stream_loader(
         ctx.print("fit: no DataLoader workers: the training set is a stream, read by each rank")
     size = ctx.plan.global_batch_size if length is None else length
     passes = _make_passes(ctx, config, feed, size, smallest)
-    return StreamTrainLoader(data, passes, ctx.device, seed=ctx.seed, collate=feed.collate, log=log)
+    return StreamTrainLoader(data, passes, ctx.device, seed=ctx.seed, collate=feed.collate)
 
 
 def _make_passes(ctx: RunContext, config: Config, feed: Feed, size: int, smallest: int) -> Passes:
@@ -135,14 +128,12 @@ class MapTrainLoader:
     """
 
     def __init__(
-        self,
-        order: EpochOrder,
-        passes: Passes,
-        source: ArraySource | SampleSource,
-        log: SampleLog | None = None,
+        self, order: EpochOrder, passes: Passes, source: ArraySource | SampleSource
     ) -> None:
         self.order = order.name
-        self._draw, self._passes, self._source, self._log = order.draw, passes, source, log
+        self._draw = order.draw
+        self._passes = passes
+        self._source = source
 
     @property
     def steps(self) -> int:
@@ -170,10 +161,7 @@ class MapTrainLoader:
         micro_batches, sizes = passes.micro_batches[first:last], passes.sizes[first:last]
         indices = passes.indices(self._draw(epoch))[sum(passes.sizes[:first]) :]
         batches = self._source.batches(indices, sizes, epoch=epoch)
-        if self._log is None:  # nothing between the arrays and the loop: 2 us a micro-batch
-            return zip(batches, micro_batches, strict=True)
-        ids = _sample_ids(indices, sizes, micro_batches)
-        return self._log.record(epoch, skip, zip(batches, micro_batches, ids, strict=True))
+        return zip(batches, micro_batches, strict=True)
 
     def sample_ids(self, epoch: int, step: int) -> list[int]:
         """The samples of all ranks in optimizer step ``step`` (from 0) of ``epoch``, in order."""
@@ -182,16 +170,6 @@ class MapTrainLoader:
         batch_size = self._passes.batch
         ids: list[int] = self._draw(epoch)[step * batch_size :][:batch_size].tolist()
         return ids
-
-
-def _sample_ids(
-    indices: Tensor, sizes: list[int], micro_batches: list[MicroBatch]
-) -> Iterator[list[int]]:
-    """The samples of each micro-batch, without stand-ins."""
-    start = 0
-    for size, micro_batch in zip(sizes, micro_batches, strict=True):
-        yield indices[start : start + micro_batch.samples].tolist()
-        start += size
 
 
 # --- streams ---
@@ -220,7 +198,6 @@ class StreamTrainLoader:
         device: the device of the batches.
         seed: the run's.
         collate: makes a batch from a list of samples; default: torch's.
-        log: records the samples of every step.
         name: the set's name in messages.
     """
 
@@ -232,7 +209,6 @@ class StreamTrainLoader:
         *,
         seed: int,
         collate: Collate | None = None,
-        log: SampleLog | None = None,
         name: str = "training",
     ) -> None:
         import torch.distributed as dist
@@ -240,7 +216,7 @@ class StreamTrainLoader:
 
         self.order = ""
         self._passes, self._device, self._seed = passes, device, seed
-        self._log, self._name = log, name
+        self._name = name
         self._data, self._collate = cast("Iterable[Sample]", data), collate or default_collate
         self._length = stream_length(data)
         self._lengths: dict[int, int] = {}  # epoch -> its samples, once all are read
@@ -266,20 +242,6 @@ class StreamTrainLoader:
             FitError: the epoch has no step, or not as many samples as the stream's ``len()``.
             PlanError: the ranks read different samples in the first step.
         """
-        batches = self._identified_batches(epoch, skip, limit)
-        if self._log is not None:
-            return self._log.record(epoch, skip, batches)
-        return ((batch, micro_batch) for batch, micro_batch, _ in batches)
-
-    def sample_ids(self, epoch: int, step: int) -> list[int]:
-        """The positions in the stream of the samples of a step that was handed out."""
-        start = step * self._passes.batch
-        end = start + self._passes.batch
-        return list(range(start, min(end, self._lengths.get(epoch, end))))
-
-    def _identified_batches(
-        self, epoch: int, skip: int, limit: int | None
-    ) -> Iterator[IdentifiedBatch]:
         from accelerate.utils import send_to_device
 
         batch_size = self._passes.batch
@@ -294,10 +256,16 @@ class StreamTrainLoader:
                 refuse_different(digest([sample for _, sample in step]), self._ranks)
             ended = len(step) < batch_size
             self._check(epoch, number, len(step), ended, resumed=number == skip > 0)
-            for (batch, ids), micro_batch in zip(parts, passes.micro_batches, strict=True):
-                yield send_to_device(batch, self._device, non_blocking=True), micro_batch, ids
+            for batch, micro_batch in zip(parts, passes.micro_batches, strict=True):
+                yield send_to_device(batch, self._device, non_blocking=True), micro_batch
             if ended:
                 return
+
+    def sample_ids(self, epoch: int, step: int) -> list[int]:
+        """The positions in the stream of the samples of a step that was handed out."""
+        start = step * self._passes.batch
+        end = start + self._passes.batch
+        return list(range(start, min(end, self._lengths.get(epoch, end))))
 
     def _samples(self, epoch: int, skip: int) -> Iterator[tuple[int, Sample]]:
         """The stream's samples of an epoch after those to skip, each with its position."""
@@ -315,10 +283,8 @@ class StreamTrainLoader:
             if position >= skip:
                 yield position, sample
 
-    def _parts(
-        self, step: list[tuple[int, Sample]], passes: Passes
-    ) -> Iterator[tuple[Batch, list[int]]]:
-        """This rank's batches of a step, with the positions of their samples (no stand-in's)."""
+    def _parts(self, step: list[tuple[int, Sample]], passes: Passes) -> Iterator[Batch]:
+        """This rank's batches of a step."""
         import torch
 
         order = iter(passes.indices(torch.arange(len(step))).tolist())
@@ -326,7 +292,7 @@ class StreamTrainLoader:
             rows = [step[i] for i in islice(order, micro_batch.rows)]
             ids = [position for position, _ in rows][: micro_batch.samples]
             with noted(f"while loading a batch of the samples {ids} of the stream"):
-                yield self._collate([sample for _, sample in rows]), ids
+                yield self._collate([sample for _, sample in rows])
 
     def _check(self, epoch: int, step: int, size: int, ended: bool, *, resumed: bool) -> None:
         """Refuse a stream that is empty, or longer or shorter than its ``len()``.

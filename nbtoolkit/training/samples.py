@@ -1,4 +1,4 @@
-"""Decide which samples each optimizer step takes and which rank gets them, and record them.
+"""Decide which samples each optimizer step takes and which rank gets them.
 
 The samples of an epoch are a permutation, or drawn by a sampler or by weights. A draw is a pure
 function of (seed, epoch), the same on any number of ranks, so a resumed run continues in the same
@@ -8,19 +8,14 @@ order.
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import count, islice
+from itertools import islice
 from operator import index
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 from nbtoolkit.errors import FitError
-from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.training.data import labels_of, seed_sample
 from nbtoolkit.worker.batch_slices import shard
 from nbtoolkit.worker.collectives import broadcast
@@ -30,8 +25,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
-
-    from nbtoolkit.training.data import Batch
 
 
 SampleWeights: TypeAlias = "Tensor | NDArray[np.generic] | Sequence[float] | Literal['balanced']"
@@ -395,118 +388,3 @@ def _ask(sampler: Iterable[int], epoch: int, size: int, samples: int, seed: int)
         allowed=f"len(sampler) indices of samples, from 0 to {samples - 1}",
         do="make the sampler for the data set that fit gets as train_data",
     )
-
-
-# --- the record of the samples (``tracking.record_samples``) ---
-
-
-IdentifiedBatch: TypeAlias = "tuple[Batch, MicroBatch, list[int]]"
-"""A batch, what it counts for, and the samples in it (none for a stand-in)."""
-
-# One optimizer step: number of ranks -> rank -> its samples.
-_SamplesByRank = dict[int, dict[int, list[int]]]
-
-
-class _Line(TypedDict):
-    fit: int
-    epoch: int
-    step: int
-    ranks: int
-    ids: list[int]
-
-
-class SampleLog:
-    """Writes which samples each optimizer step took: ``samples/rank-<rank>.jsonl`` of a run.
-
-    A line is appended when the last batch of a step is handed out::
-
-        {"fit": 1, "ranks": 2, "epoch": 1, "step": 0, "ids": [7, 2]}
-
-    ``fit`` counts the calls of fit in the training function, ``step`` starts at 0 in each epoch,
-    ``ids`` are the rank's own part of the global batch: positions in the data set or the stream.
-    A full disk ends the record, with a line in the rank's log; the training continues.
-
-    Args:
-        path: this rank's file.
-        ranks: the number of ranks.
-        fit: which call of fit this is, from 1.
-    """
-
-    def __init__(self, path: Path, *, ranks: int, fit: int) -> None:
-        self._path, self._ranks, self._fit = path, ranks, fit
-        # The last line of an attempt that was killed may be cut off.
-        self._separator = "\n" if path.exists() else ""
-        self._failed = False
-
-    def record(
-        self, epoch: int, step: int, batches: Iterable[IdentifiedBatch]
-    ) -> Iterator[tuple[Batch, MicroBatch]]:
-        """Yield ``batches``, which start with optimizer step ``step``, and record their samples."""
-        step_ids: list[int] = []
-        for batch, micro_batch, ids in batches:
-            step_ids += ids
-            if micro_batch.last:
-                self._write(epoch, step, step_ids)
-                step_ids, step = [], step + 1
-            yield batch, micro_batch
-
-    def _write(self, epoch: int, step: int, ids: list[int]) -> None:
-        if self._failed:
-            return
-        line = _Line(fit=self._fit, ranks=self._ranks, epoch=epoch, step=step, ids=ids)
-        text = f"{self._separator}{json.dumps(line, separators=(',', ':'))}\n"
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(text)
-        except OSError as error:
-            self._failed = True
-            where = f"epoch {epoch}, step {step}"
-            print(f"fit: samples are not recorded from {where} on: {error}", file=sys.stderr)
-        self._separator = ""
-
-
-def read_samples(paths: RunPaths, *, fit: int = 1) -> dict[tuple[int, int], list[int]]:
-    """Read the samples of each global batch, as the ranks recorded them.
-
-    Of a step that was repeated after a kill the last record counts, on any number of ranks. A step
-    that some rank did not record is left out.
-
-    Args:
-        paths: the run's; it may still be running.
-        fit: which call of fit in the training function, from 1.
-
-    Returns:
-        (epoch, step in the epoch) -> ids, in order; empty without ``tracking.record_samples``.
-    """
-    steps: dict[tuple[int, int], _SamplesByRank] = defaultdict(dict)
-    for rank, line in _read_lines(paths):
-        if line["fit"] == fit:
-            attempts = steps[line["epoch"], line["step"]]
-            ranks = line["ranks"]
-            if rank == 0:  # takes part in every attempt: its last line is of the newest one
-                attempts[ranks] = attempts.pop(ranks, {})
-            attempts.setdefault(ranks, {})[rank] = line["ids"]
-    newest = {key: _newest_attempt(steps[key]) for key in sorted(steps)}
-    return {key: ids for key, ids in newest.items() if ids is not None}
-
-
-def _read_lines(paths: RunPaths) -> Iterator[tuple[int, _Line]]:
-    """Every whole line with its rank, rank by rank."""
-    for rank in count():
-        if not paths.samples(rank).exists():
-            return
-        with paths.samples(rank).open() as file:
-            for text in file:
-                try:
-                    yield rank, json.loads(text)
-                except ValueError:  # cut off by a kill, or the empty line before a new attempt
-                    continue
-
-
-def _newest_attempt(attempts: _SamplesByRank) -> list[int] | None:
-    """One step's samples from its newest attempt that all ranks recorded."""
-    for ranks, by_rank in reversed(attempts.items()):
-        if len(by_rank) == ranks:
-            return [sample for rank in range(ranks) for sample in by_rank[rank]]
-    return None

@@ -445,7 +445,8 @@ def _captured(function: Callable[..., Any]) -> list[tuple[str, object]]:
     """The objects that a function refers to, with labels: closure, globals, defaults."""
     code = getattr(function, "__code__", None)
     if code is None:
-        return []
+        inner = getattr(function, "__wrapped__", None)  # nb.verify wraps the user's function
+        return [] if inner is None else _captured(inner)
     captured = [(f"closure variable `{name}`", value) for name, value in closure_values(function)]
     globals_ = getattr(function, "__globals__", {})
     for name in sorted(global_names(code) & globals_.keys()):

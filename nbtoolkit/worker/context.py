@@ -87,6 +87,9 @@ class RunContext:
         self._watch: Watch | None = None
         self._draws: RankDraws | None = None
         self._loaders: UndividedLoaders | None = None
+        # nb.verify sets it before it calls the training function: rank 0 then records which layers
+        # and random generators cannot give equal results.
+        self.records_inexact = False
 
     @property
     def rank(self) -> int:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -148,8 +148,8 @@ class RankDraws:
     def __init__(self, ctx: RunContext) -> None:
         self._ctx, self._loaders = ctx, 0
         self._passes: Counter[tuple[object, ...]] = Counter()
-        recorded = ctx.is_main and ctx.world_size > 1 and ctx.config.tracking.record_samples
-        self._log = DrawLog(ctx.paths.draws) if recorded else None
+        recorded = ctx.is_main and ctx.world_size > 1 and ctx.records_inexact
+        self._log = DrawLog(ctx.paths.inexact) if recorded else None
 
     def prepared(self, models: Iterable[nn.Module]) -> None:
         """Seed this rank's generators after models are prepared: they are equal on all ranks."""
@@ -175,7 +175,7 @@ class RankDraws:
 
     def watched(self, init: Callable[[int], object] | None) -> Callable[[int], object] | None:
         """A loader's ``worker_init_fn``, that records the draws of the worker, too."""
-        return init if self._log is None else _WatchedInit(self._ctx.paths.draws, init)
+        return init if self._log is None else _WatchedInit(self._ctx.paths.inexact, init)
 
     def count(self, *parts: object) -> int:
         """How often this was called with ``parts`` before."""
@@ -235,7 +235,7 @@ class LoaderDraws:
             yield batch
 
 
-# --- which generators draw, for nb.verify.parity ---
+# --- what differs between the ranks, for nb.verify ---
 
 
 _GENERATORS = ("Python's random", "NumPy's generator", "torch's generator")
@@ -246,12 +246,12 @@ class DrawLog:
     """Records which global generators of this process draw; one per process.
 
     Args:
-        path: the file; each name has a line.
+        path: the file of :func:`record_inexact`.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._names: dict[str, str] = {}
+        self._names: set[str] = set()
         self._before: list[set[bytes]] = []
 
     def begin(self) -> None:
@@ -271,21 +271,18 @@ class DrawLog:
             return
         for name, before, after in zip(_GENERATORS, self._before, _digests(), strict=True):
             if after not in before:
-                self._add(name, _DRAWN)
+                self._add({name: _DRAWN})
 
     def add_layers(self, model: nn.Module) -> None:
         """Record the layers of a model that depend on the ranks."""
         # By its name: training may import what this module must not.
-        layers = resolve_name("nbtoolkit.training.model:inexact_layers")(model)
-        for name, reason in layers.items():
-            self._add(name, reason)
+        self._add(resolve_name("nbtoolkit.training.model:inexact_layers")(model))
 
-    def _add(self, name: str, reason: str) -> None:
-        if name not in self._names:
-            self._names[name] = reason
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(json.dumps([name, reason]) + "\n")
+    def _add(self, reasons: Mapping[str, str]) -> None:
+        # A loop over next(iter(loader)) begins many passes, each of which may draw.
+        new = {name: reason for name, reason in reasons.items() if name not in self._names}
+        record_inexact(self._path, new)
+        self._names.update(new)
 
 
 class _WatchedInit:
@@ -302,10 +299,21 @@ class _WatchedInit:
         Finalize(None, log.end, exitpriority=0)
 
 
-def read_draws(paths: RunPaths) -> dict[str, str]:
-    """Read the layers and generators of an own loop whose numbers differ between the ranks."""
+def record_inexact(path: Path, reasons: Mapping[str, str]) -> None:
+    """Append layers and generators whose results depend on the ranks to a file, a line for each.
+
+    Args:
+        path: the file; processes of a rank may write to it at the same time.
+        reasons: name -> reason.
+    """
+    with path.open("a") as file:
+        file.writelines(json.dumps(item) + "\n" for item in reasons.items())
+
+
+def read_inexact(paths: RunPaths) -> dict[str, str]:
+    """Read the layers and generators of :func:`record_inexact`, with their reasons."""
     with suppress(FileNotFoundError):
-        return dict(json.loads(line) for line in paths.draws.read_text().splitlines())
+        return dict(json.loads(line) for line in paths.inexact.read_text().splitlines())
     return {}
 
 

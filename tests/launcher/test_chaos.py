@@ -20,11 +20,11 @@ import pytest
 import torch
 from kernels import until
 from records import first_of
+from step_samples import StepSamples, numbered, read_step_samples
 
 import nbtoolkit as nb
 from nbtoolkit.errors import WorkerDied
 from nbtoolkit.run.events import Event, MetricsLogged, MetricsReported
-from nbtoolkit.training.samples import read_samples
 
 OFTEN, SELDOM = 6, 2
 
@@ -38,10 +38,12 @@ def train(config: Any, ctx: Any) -> dict[str, float]:
     from torch import nn
 
     inputs = torch.randn(499, 6, generator=torch.Generator().manual_seed(0))
-    data = (inputs, inputs[:, :3].argmax(dim=1))
+    data = (numbered(inputs), inputs[:, :3].argmax(dim=1))
     dropout = [nn.Dropout(0.2)] if config.model.dropout else []
     model = nn.Sequential(nn.Linear(6, 16), *dropout, nn.Tanh(), nn.Linear(16, 3))
-    values = nb.fit(ctx, config, model, data, data, loss=nn.functional.cross_entropy)
+    noted = StepSamples()
+    given = {"loss": nn.functional.cross_entropy, "step": noted.step, "callbacks": [noted]}
+    values = nb.fit(ctx, config, model, data, data, **given)
     ctx.log({"fitted": 1.0})
     while not Path(config.runtime.output_dir, "may-end").exists():
         time.sleep(0.02)
@@ -62,7 +64,6 @@ def configured(folder: Path, *, epochs: int, dropout: bool) -> nb.Config:
             # Another test's kill for memory at that moment would let a run start again.
             "train.gradient_accumulation_steps": 1,
             "tracking.mlflow": False,
-            "tracking.record_samples": True,
         },
     )
 
@@ -123,6 +124,13 @@ def weights(result: nb.RunResult) -> dict[str, torch.Tensor]:
     return {f"{n}.{name}": value for n, part in enumerate(parts) for name, value in part.items()}
 
 
+def check_equal_steps(killed: nb.RunResult, whole: nb.RunResult) -> None:
+    expected = read_step_samples(whole.paths)
+    sizes = [len(samples) for samples in expected.values()]
+    assert sizes == [*[12] * 41, 7] * (len(sizes) // 42)  # 499 samples in an epoch
+    assert read_step_samples(killed.paths) == expected
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("ranks", "kills"),
@@ -139,7 +147,7 @@ def test_killed_at_random_it_ends_as_if_it_never_was(
     mine, theirs = weights(whole), weights(killed)
     for name in mine:
         torch.testing.assert_close(theirs[name], mine[name], atol=1e-5 * (ranks > 2), rtol=0)
-    assert read_samples(killed.paths) == read_samples(whole.paths)
+    check_equal_steps(killed, whole)
     assert killed.value == (whole.value if ranks < 3 else pytest.approx(whole.value, abs=1e-5))
 
 
@@ -154,7 +162,4 @@ def test_the_number_of_ranks_may_change_in_between(tmp_path: Path) -> None:
     mine, theirs = weights(whole), weights(killed)
     for name in mine:
         torch.testing.assert_close(theirs[name], mine[name], atol=1e-4, rtol=0)
-    steps, expected = read_samples(killed.paths), read_samples(whole.paths)
-    assert {place: sorted(ids) for place, ids in steps.items()} == {
-        place: sorted(ids) for place, ids in expected.items()
-    }
+    check_equal_steps(killed, whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import nbtoolkit as nb
-from nbtoolkit.errors import NbtoolkitError
+from nbtoolkit.errors import CannotPickle, LaunchError, NbtoolkitError
 
 SMALL = {
     "train.epochs": 2,
@@ -100,15 +101,16 @@ def test_parity_on_two_and_three_with_accumulation_and_workers(
 def test_parity_names_the_layers_that_cannot_be_equal() -> None:
     found = nb.verify.parity(train, config(**{"model.dropout": 1}), processes=2)
     assert not found.passed
-    assert found.first_other_step is None
+    assert (found.steps, found.first_other_step) == (8, 1)
     assert found.inexact == {"1 (Dropout)": "draws random numbers, different ones on every rank"}
     assert "DIFFERENT" in found.explain()
 
 
 def test_parity_of_a_loop_of_ones_own_sees_its_losses() -> None:
     found = nb.verify.parity(own_loop, config(), processes=2)
-    assert (found.steps, found.loss, found.weights) == (None, 8.0, 8.0)
-    assert "unknown: the function does not call nb.fit" in str(found)
+    assert (found.steps, found.first_other_step) == (8, 1)
+    assert (found.loss, found.weights) == (8.0, 8.0)
+    assert "loss of each step: differs, first in step 1\n" in str(found)
 
 
 def augments(config: Any, ctx: Any) -> None:
@@ -154,8 +156,33 @@ def returns_nothing(config: Any, ctx: Any) -> None:
 def test_parity_says_that_nothing_was_compared() -> None:
     found = nb.verify.parity(returns_nothing, config(), processes=2)
     assert not found.passed
+    assert (found.steps, found.first_other_step) == (None, None)
     assert str(found).startswith("nothing was compared")
+    assert "loss of each step: not logged\n" in str(found)
     assert "DIFFERENT" not in str(found)
+
+
+def longer_on_two(config: Any, ctx: Any) -> None:
+    for step in range(3 + 2 * (ctx.world_size - 1)):
+        ctx.log({"loss": 1.0 + 1e-7 * ctx.world_size}, step=step)
+
+
+def test_parity_finds_the_first_step_that_only_one_run_logged() -> None:
+    found = nb.verify.parity(longer_on_two, config(), processes=2)
+    assert not found.passed
+    assert (found.steps, found.first_other_step, found.loss) == (5, 3, math.inf)
+
+
+def test_a_function_that_cannot_be_launched_is_refused_as_in_a_launch() -> None:
+    with pytest.raises(LaunchError, match=r"cannot be called as <lambda>\(config, ctx\)"):
+        nb.verify.parity(lambda config: None, config())
+    lock = threading.Lock()
+
+    def captures(config: Any, ctx: Any) -> None:
+        lock.acquire()
+
+    with pytest.raises(CannotPickle, match=r"closure variable `lock`.*captured by captures\(\)"):
+        nb.verify.parity(captures, config(), processes=1)
 
 
 def diverges(config: Any, ctx: Any) -> None:
@@ -189,6 +216,7 @@ def test_a_loop_that_forgets_where_it_was_is_found_out() -> None:
     assert not found.passed
     assert found.loss is not None
     assert found.loss > 0
+    assert found.first_other_step == 1
 
 
 def nothing_saved(config: Any, ctx: Any) -> None:

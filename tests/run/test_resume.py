@@ -306,7 +306,7 @@ def test_a_step_that_grows_with_the_ranks_keeps_their_number(config: nb.Config) 
         ({"train.gradient_accumulation_steps": 2}, True),
         ({"train.num_workers": 3}, True),
         ({"runtime.time_budget": 60, "checkpoint.keep_last": 5}, True),
-        ({"tracking.record_samples": True}, True),
+        ({"tracking.log_every_n_steps": 5}, True),
         ({"distributed.sync_batchnorm": True}, False),
         ({"checkpoint.mode": "max"}, False),
         ({"checkpoint.monitor": "f1"}, False),

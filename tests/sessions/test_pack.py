@@ -213,7 +213,7 @@ def test_what_is_left_out_first_is_what_matters_least(outputs: Path, tmp_path: P
     assert contents.fit(everything) == {}
     assert list(contents.fit(everything - 1)) == ["weights of trials that did not win"]
     rest = [
-        "output of ranks, samples, TensorBoard and W&B files",
+        "output of ranks, TensorBoard and W&B files",
         "best checkpoints of finished runs",
     ]
     assert list(contents.fit(needed)) == rest

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fits import Run, configured, samples
+from step_samples import StepSamples, numbered, read_step_samples
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -28,7 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import nbtoolkit as nb
 from nbtoolkit.errors import CheckpointError, FitError, WorkerDied
-from nbtoolkit.training.samples import labels_of, make_order, read_samples
+from nbtoolkit.training.samples import labels_of, make_order
 
 INPUTS, LABELS = samples(37)
 DATA = (INPUTS, LABELS)
@@ -203,10 +204,12 @@ def test_a_stream_has_no_sampler(tmp_path: Path) -> None:
 
 def test_an_epoch_is_as_long_as_its_sampler(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    run.fit(sampler=range(13), config=configured(overrides={"tracking.record_samples": True}))
+    noted = StepSamples()
+    given = {"train_data": (numbered(INPUTS), LABELS), "valid_data": None}
+    run.fit(sampler=range(13), step=noted.step, callbacks=[noted], **given)
     assert run.saved()["step"] == 6  # 3 epochs of 13 samples in steps of 12
-    found = read_samples(run.paths)
-    assert found[1, 0] + found[1, 1] == list(range(13))
+    found = read_step_samples(run.paths)
+    assert found[1, 1] + found[1, 2] == list(range(13))
     with pytest.raises(CheckpointError, match=r"order range of 13 then, range of 14 now"):
         run.fit(sampler=range(14))
     with pytest.raises(CheckpointError, match=r"order range of 13 then, a permutation now"):
@@ -219,6 +222,7 @@ def test_an_epoch_is_as_long_as_its_sampler(tmp_path: Path) -> None:
 def drawn(config: Any, ctx: Any) -> dict[str, float]:
     """Trains on draws; the first attempt of a run is killed in the second epoch."""
     taken = 0
+    noted = StepSamples()
 
     def forward(model: nn.Module, batch: Any) -> Any:
         nonlocal taken
@@ -229,7 +233,7 @@ def drawn(config: Any, ctx: Any) -> dict[str, float]:
                 pass
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return model(batch[0]), batch[1]
+        return noted.step(model, batch)
 
     given: dict[str, Any] = {}
     if config.data.what == "sampler":
@@ -238,8 +242,8 @@ def drawn(config: Any, ctx: Any) -> dict[str, float]:
         given["sample_weights"] = np.arange(37.0)
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
-    loss = nn.functional.cross_entropy
-    return nb.fit(ctx, config, model, DATA, None, loss=loss, step=forward, **given)
+    given |= {"loss": nn.functional.cross_entropy, "step": forward, "callbacks": [noted]}
+    return nb.fit(ctx, config, model, (numbered(INPUTS), LABELS), None, **given)
 
 
 @pytest.mark.long
@@ -248,7 +252,6 @@ def test_draws_are_equal_on_two_ranks_and_after_a_kill(tmp_path: Path, what: str
     settings = {
         "runtime.output_dir": str(tmp_path),
         "data.what": what,
-        "tracking.record_samples": True,
         "checkpoint.every_steps": 2,
         "train.sample_weights": "balanced" if what == "balanced" else None,
     }
@@ -259,10 +262,10 @@ def test_draws_are_equal_on_two_ranks_and_after_a_kill(tmp_path: Path, what: str
     with pytest.raises(WorkerDied):
         nb.launch(drawn, killing, processes=2, display="off")
     resumed = nb.launch(drawn, killing, processes=2, display="off")
-    expected = read_samples(one.paths)
+    expected = read_step_samples(one.paths)
     assert len(expected) == (9 if what == "sampler" else 12)
-    assert read_samples(two.paths) == expected
-    assert read_samples(resumed.paths) == expected
+    assert read_step_samples(two.paths) == expected
+    assert read_step_samples(resumed.paths) == expected
     first, second = nn.Linear(6, 3), nn.Linear(6, 3)
     two.load_into(first, "last"), resumed.load_into(second, "last")
     assert torch.equal(first.weight, second.weight)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fits import Run, check_equal_weights, configured, model_of, samples
+from step_samples import StepSamples, numbered, read_step_samples
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -20,11 +21,12 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 import nbtoolkit as nb
+from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.samples import read_samples
 
 DATA = TensorDataset(*samples(37))
-CONFIG = configured(overrides={"tracking.record_samples": True, "train.epochs": 1})
+NUMBERED = TensorDataset(numbered(DATA.tensors[0]), DATA.tensors[1])
+CONFIG = configured(overrides={"train.epochs": 1})
 
 
 @pytest.fixture
@@ -37,8 +39,12 @@ def another(tmp_path: Path) -> Run:
     return Run(tmp_path / "another")
 
 
-def taken(run: Run) -> list[int]:
-    return [sample for step in read_samples(run.paths).values() for sample in step]
+def steps_of(run: Run, loader: DataLoader[Any], config: Config = CONFIG) -> list[list[int]]:
+    """Fit with a loader of numbered samples, and return the samples of each step."""
+    noted = StepSamples()
+    given = {"train_data": loader, "valid_data": None}
+    run.fit(config=config, step=noted.step, callbacks=[noted], **given)
+    return [*read_step_samples(run.paths).values()]
 
 
 @pytest.mark.parametrize("how", ["shuffle", "distributed"])
@@ -53,12 +59,12 @@ def test_a_shuffling_loader_is_its_data_set(run: Run, another: Run, how: str) ->
 
 
 def test_its_sampler_chooses_and_it_drops_the_last_batch(run: Run, another: Run) -> None:
-    run.fit(config=CONFIG, train_data=DataLoader(DATA, 12, drop_last=True))
-    assert taken(run) == list(range(36))
-    chosen = DataLoader(DATA, 12, sampler=WeightedRandomSampler([0.0] * 30 + [1.0] * 7, 15))
-    another.fit(config=CONFIG, train_data=chosen)
-    assert len(taken(another)) == 15
-    assert min(taken(another)) >= 30
+    whole = steps_of(run, DataLoader(NUMBERED, 12, drop_last=True))
+    assert whole == [[*range(12)], [*range(12, 24)], [*range(24, 36)]]
+    sampler = WeightedRandomSampler([0.0] * 30 + [1.0] * 7, 15)
+    first, last = steps_of(another, DataLoader(NUMBERED, 12, sampler=sampler))
+    assert (len(first), len(last)) == (12, 3)
+    assert min(first + last) >= 30
 
 
 def test_a_validation_loader_chooses_its_samples(run: Run, another: Run) -> None:
@@ -91,10 +97,10 @@ def test_its_collate_and_its_workers_are_used(run: Run, another: Run) -> None:
 
 
 def test_the_batch_size_is_the_configurations(run: Run, capsys: Any) -> None:
-    run.fit(config=CONFIG, train_data=DataLoader(DATA, 7, shuffle=True))
+    steps = steps_of(run, DataLoader(NUMBERED, 7, shuffle=True))
     text = "fit: an optimizer step takes train.batch_size = 12 samples, not the 7 of the DataLoader"
     assert text in capsys.readouterr().out
-    assert len(read_samples(run.paths)) == 4
+    assert [len(step) for step in steps] == [12, 12, 12, 1]
 
 
 @pytest.mark.parametrize(
@@ -120,11 +126,11 @@ def test_a_loader_that_fit_cannot_use_is_refused(
 def test_a_loader_of_a_stream_is_the_stream(run: Run) -> None:
     class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
-            return iter(DATA)
+            return iter(NUMBERED)
 
     config = CONFIG.with_overrides({"train.max_steps": 3})
-    run.fit(config=config, train_data=DataLoader(Stream(), 12), valid_data=None)
-    assert taken(run) == list(range(36))
+    steps = steps_of(run, DataLoader(Stream(), 12), config)
+    assert steps == [[*range(12)], [*range(12, 24)], [*range(24, 36)]]
 
 
 def test_predict_takes_one_in_its_order(run: Run) -> None:

@@ -27,7 +27,7 @@ from nbtoolkit.launcher.run_handle import RunHandle
 from nbtoolkit.launcher.run_result import RunResult
 from nbtoolkit.run.events import Event, MetricsLogged, MetricsReported, RunStarted
 
-_TRACKERS = ("mlflow", "tensorboard", "wandb", "device_metrics", "record_samples")
+_TRACKERS = ("mlflow", "tensorboard", "wandb", "device_metrics")
 QUIET: dict[str, object] = {
     **{f"tracking.{name}": False for name in _TRACKERS},
     "checkpoint.enabled": False,

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from step_samples import StepSamples, numbered, read_step_samples
 from torch import Tensor, nn
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError, WorkerDied
 from nbtoolkit.extras.metric_learning.contrastive import ClassBalanced, make_loss
-from nbtoolkit.training.samples import read_samples
 from nbtoolkit.worker.context import RunContext
 
 # Classes of 40, 9, 3 and 2 samples, in no order.
@@ -80,7 +80,6 @@ SETTINGS = {
     "train.epochs": 3,
     "train.batch_size": 16,
     "tracking.mlflow": False,
-    "tracking.record_samples": True,
     "checkpoint.every_steps": 1,
     "checkpoint.weights": "last",
 }
@@ -99,15 +98,17 @@ def encoded(config: Config, ctx: RunContext) -> Tensor:
                 if ctx.is_main:
                     os.kill(os.getpid(), signal.SIGKILL)
 
+    noted = StepSamples()
     nb.fit(
         ctx,
         config,
         model,
-        (inputs, LABELS),
+        (numbered(inputs), LABELS),
         None,
         loss=make_loss("SupConLoss"),
         sampler=ClassBalanced(LABELS, 4),
-        callbacks=[Killed()],
+        step=noted.step,
+        callbacks=[noted, Killed()],
     )
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
@@ -124,12 +125,12 @@ def test_batches_and_weights_are_equal_on_two_ranks_and_after_a_kill(tmp_path: P
     with pytest.raises(WorkerDied):
         nb.launch(encoded, config, processes=2, display="off")
     resumed = nb.launch(encoded, config, processes=2, display="off")
-    expected = read_samples(one.paths)
-    assert list(expected) == [(epoch, step) for epoch in (1, 2, 3) for step in (0, 1, 2)]
+    expected = read_step_samples(one.paths)
+    assert list(expected) == [(1 + step // 3, 1 + step) for step in range(9)]
     for batch in expected.values():
         assert Counter(LABELS[batch].tolist()) == dict.fromkeys(SIZES, 4)
-    assert expected[1, 0] != expected[2, 0]
+    assert expected[1, 1] != expected[2, 4]
     for other in (two, resumed):
-        assert read_samples(other.paths) == expected
+        assert read_step_samples(other.paths) == expected
         torch.testing.assert_close(other.value, one.value, atol=1e-5, rtol=0)
     assert "resumes after epoch" in resumed.paths.log(0).read_text()
