@@ -14,7 +14,7 @@ from nbtoolkit import load_config
 from nbtoolkit.errors import SweepError
 from nbtoolkit.run.events import Event, FoldChanged, RunStarted
 from nbtoolkit.run.messages import SearchCommand
-from nbtoolkit.search.pool import JobResult, SearchJob
+from nbtoolkit.search.pool import JobResult, ParametersUnread, SearchJob
 from nbtoolkit.study.study import FILE, read_study
 
 TRIAL = ["trials/0000", "trials/0001", "trials/0002", "trials/0003"]
@@ -251,6 +251,18 @@ def test_the_best_report_may_be_the_value(tmp_path: Path) -> None:
     made.close("completed")
 
 
+def test_the_best_report_may_be_one_of_an_earlier_session(tmp_path: Path) -> None:
+    source = sweep(1, study={"trial_value": "best"})
+    first, _ = algorithm(tmp_path, source)
+    first.on_report(first.next(), {"val_loss": 0.1}, 0)  # the session dies
+    second, diary = algorithm(tmp_path, source)
+    job = second.next()
+    second.on_report(job, {"val_loss": 0.3}, 1)
+    second.on_end(job, JobResult(status="completed", metrics={"val_loss": 0.3}))
+    assert diary.ends()[0].value == 0.1
+    second.close("completed")
+
+
 def test_several_metrics_have_a_front(tmp_path: Path) -> None:
     study = {"metric": ["val_loss", "val_accuracy"], "pruner": "auto"}
     made, diary = algorithm(tmp_path, sweep(3, study=study))
@@ -325,6 +337,20 @@ def test_a_trial_is_not_tried_more_often_than_is_allowed(tmp_path: Path) -> None
         made.on_end(job, JobResult(status="failed", fault="raised", error="a reason"))
     assert made.done
     assert ends(diary) == {0: ("failed", "a reason")}
+
+
+def test_a_parameter_that_nobody_reads_ends_the_sweep_in_its_first_trial_only(
+    tmp_path: Path,
+) -> None:
+    made, diary = algorithm(tmp_path, sweep(2))
+    one, two = made.next(), made.next()
+    assert one is not None
+    assert two is not None
+    made.on_end(one, JobResult(status="completed", metrics={"val_loss": 0.5}))
+    made.loop.handle(ParametersUnread(two, ["optim.lr"]))  # it ended early; the first has read it
+    made.on_end(two, JobResult(status="completed", metrics={"val_loss": 0.4}))
+    assert [state for state, _ in ends(diary).values()] == ["complete"] * 2
+    made.close("completed")
 
 
 def test_too_many_failures_end_the_sweep_when_nothing_runs_any_more(tmp_path: Path) -> None:
