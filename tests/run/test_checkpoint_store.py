@@ -24,6 +24,7 @@ from nbtoolkit.run.checkpoints.checkpoint_store import (
     write_state,
 )
 from nbtoolkit.run.checkpoints.weights import load_model
+from nbtoolkit.run.paths import temporary_beside
 from nbtoolkit.training.checkpoints import AsyncCheckpointWriter, CheckpointManager, HostCopy
 from nbtoolkit.training.strategy import HostState
 
@@ -139,9 +140,12 @@ def test_a_damaged_one_is_passed_over_and_named(
     assert re.fullmatch(f"step-000000020: {said}", wrong[0])
 
 
-def test_when_all_are_damaged_nothing_is_begun_anew_in_silence(store: CheckpointStore) -> None:
-    flip_a_byte(put(store, 10) / "model.pt")
-    flip_a_byte(put(store, 20) / "model.pt")
+@pytest.mark.parametrize("steps", [(20,), (10, 20)])
+def test_when_all_are_damaged_nothing_is_begun_anew_in_silence(
+    store: CheckpointStore, steps: tuple[int, ...]
+) -> None:
+    for step in steps:
+        flip_a_byte(put(store, step) / "model.pt")
     with pytest.raises(CheckpointError, match=r"every checkpoint .* is damaged: step-000000020"):
         store.good("step")
 
@@ -252,6 +256,15 @@ def is_whole(folder: Path, said: int) -> None:
     assert [path for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
+def test_what_a_killed_writer_left_is_removed_and_nothing_else(store: CheckpointStore) -> None:
+    whole = [put(store, 10), put(store, 10, "best")]
+    unfinished = temporary_beside(store.folder / "new-")
+    unfinished.mkdir()
+    (unfinished / "model.pt").write_bytes(b"the first half")
+    store.tidy()
+    assert {*store.folder.iterdir()} == {*whole}
+
+
 def test_a_snapshot_is_a_copy_and_uses_its_memory_again() -> None:
     weight = torch.arange(4.0)
     snapshot = HostCopy()
@@ -262,6 +275,15 @@ def test_a_snapshot_is_a_copy_and_uses_its_memory_again() -> None:
     second = snapshot.update({"a": [weight, {"b": (weight, 3)}], "c": "text"})
     assert second["a"][0].data_ptr() == first["a"][0].data_ptr()
     assert second["a"][0].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("other", [torch.arange(6.0), torch.arange(4), torch.zeros(())])
+def test_a_snapshot_takes_new_memory_for_another_shape_or_type(other: torch.Tensor) -> None:
+    snapshot = HostCopy()
+    snapshot.update({"a": torch.arange(4.0)})
+    copy = snapshot.update({"a": other})["a"]
+    assert (copy.shape, copy.dtype) == (other.shape, other.dtype)
+    assert torch.equal(copy, other)
 
 
 def test_a_snapshot_keeps_what_is_in_cpu_memory_for_it_already() -> None:
@@ -313,6 +335,17 @@ def test_the_best_weights_are_written_before_their_memory_is_used_again(tmp_path
         [best] = CheckpointStore(ctx.paths.checkpoints).entries("best")
         assert best.step == 1
         assert best.read("model")["weight"].unique().tolist() == [1.0]
+
+
+def test_best_weights_that_could_not_be_written_are_tried_again(tmp_path: Path) -> None:
+    [ctx] = contexts(tmp_path / "run")
+    with CheckpointManager(ctx, ctx.config) as manager:
+        with files_up_to(50_000):
+            manager.keep_best({"model": {"weight": torch.ones(100_000)}}, 1, {"epoch": 1})
+            manager.finish_writing()
+        store = CheckpointStore(ctx.paths.checkpoints)
+        assert store.entries("best") == []
+    assert [best.step for best in store.entries("best")] == [1]
 
 
 def test_the_one_being_written_needs_space_beside_those_that_are_kept(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import optuna
 import pytest
-from searches import LR, SPACE, Fake, Memory, SweepSession, algorithm, drive
+from searches import LR, SPACE, Fake, Killed, Memory, SweepSession, algorithm, drive
 
 from nbtoolkit import load_config
 from nbtoolkit.errors import SweepError
-from nbtoolkit.run.events import RunStarted
-from nbtoolkit.search.pool import JobResult, SearchJob
+from nbtoolkit.run.events import Event, FoldChanged, RunStarted
+from nbtoolkit.search.pool import JobResult, ParametersUnread, SearchJob
 from nbtoolkit.search.study.study import FILE, read_study
 from nbtoolkit.wire.messages import SearchCommand
 
@@ -47,6 +47,7 @@ def test_trials_are_run_and_the_best_is_named(tmp_path: Path) -> None:
     jobs = drive(made, Fake(loss))
     assert [job.key for job in jobs] == TRIAL
     assert all(job.overrides == job.params for job in jobs)
+    assert not any(job.judged for job in jobs)
     assert made.done
     summary = made.close("completed")
     values = {i: loss(job, 2)["val_loss"] for i, job in enumerate(jobs)}
@@ -196,6 +197,8 @@ def test_a_pruned_trial_that_was_through_counts(tmp_path: Path) -> None:
     made.on_end(one, JobResult(status="completed", metrics={"val_loss": 0.1}))
     two = made.next(None)
     assert made.on_report(two, {"val_loss": 4.1}, 0) == "pruned"
+    made.on_report(two, {"val_loss": 4.0}, 1)  # before it leaves
+    assert [event.step for event in diary.of("intermediate") if event.number == 1] == [0]
     made.on_end(two, JobResult(status="completed", metrics={"val_loss": 4.1}))
     assert ends(diary)[1] == ("complete", None)
     made.close("completed")
@@ -246,6 +249,18 @@ def test_the_best_report_may_be_the_value(tmp_path: Path) -> None:
     drive(made, worse)
     assert diary.ends()[0].value == 0.1
     made.close("completed")
+
+
+def test_the_best_report_may_be_one_of_an_earlier_session(tmp_path: Path) -> None:
+    source = sweep(1, study={"trial_value": "best"})
+    first, _ = algorithm(tmp_path, source)
+    first.on_report(first.next(), {"val_loss": 0.1}, 0)  # the session dies
+    second, diary = algorithm(tmp_path, source)
+    job = second.next()
+    second.on_report(job, {"val_loss": 0.3}, 1)
+    second.on_end(job, JobResult(status="completed", metrics={"val_loss": 0.3}))
+    assert diary.ends()[0].value == 0.1
+    second.close("completed")
 
 
 def test_several_metrics_have_a_front(tmp_path: Path) -> None:
@@ -322,6 +337,20 @@ def test_a_trial_is_not_tried_more_often_than_is_allowed(tmp_path: Path) -> None
         made.on_end(job, JobResult(status="failed", fault="raised", error="a reason"))
     assert made.done
     assert ends(diary) == {0: ("failed", "a reason")}
+
+
+def test_a_parameter_that_nobody_reads_ends_the_sweep_in_its_first_trial_only(
+    tmp_path: Path,
+) -> None:
+    made, diary = algorithm(tmp_path, sweep(2))
+    one, two = made.next(), made.next()
+    assert one is not None
+    assert two is not None
+    made.on_end(one, JobResult(status="completed", metrics={"val_loss": 0.5}))
+    made.loop.handle(ParametersUnread(two, ["optim.lr"]))  # it ended early; the first has read it
+    made.on_end(two, JobResult(status="completed", metrics={"val_loss": 0.4}))
+    assert [state for state, _ in ends(diary).values()] == ["complete"] * 2
+    made.close("completed")
 
 
 def test_too_many_failures_end_the_sweep_when_nothing_runs_any_more(tmp_path: Path) -> None:
@@ -431,6 +460,7 @@ def test_a_trial_with_folds_is_the_mean_of_its_jobs(tmp_path: Path) -> None:
     jobs = drive(made, Fake(by_fold), slots=2)
     assert [job.key for job in jobs] == [f"{key}/fold-{i}" for key in TRIAL[:2] for i in range(3)]
     assert [job.fold for job in jobs] == [0, 1, 2] * 2
+    assert all(job.judged for job in jobs)  # a failed fold ends the others at a report
     base = loss(jobs[0], 2)["val_loss"]
     assert diary.ends()[0].value == pytest.approx(base + 1)
     assert diary.ends()[0].seconds == 3.0
@@ -438,6 +468,13 @@ def test_a_trial_with_folds_is_the_mean_of_its_jobs(tmp_path: Path) -> None:
     assert reports == pytest.approx([0, 0.5, 1])
     states = [e.state for e in diary.of("fold") if (e.number, e.fold) == (0, 2)]
     assert states == ["running", "complete"]
+    made.close("completed")
+
+
+def test_the_best_report_of_a_fold_may_be_its_value(tmp_path: Path) -> None:
+    made, diary = algorithm(tmp_path, sweep(1, study={"trial_value": "best"}), folds=2)
+    drive(made, Fake(lambda job, step: {"val_loss": [0.3, 0.1, 0.2][step] + (job.fold or 0)}))
+    assert diary.ends()[0].value == pytest.approx((0.1 + 1.1) / 2)
     made.close("completed")
 
 
@@ -503,7 +540,48 @@ def test_finished_folds_of_a_dead_session_are_not_run_again(tmp_path: Path) -> N
     second.close("completed")
 
 
+def test_a_trial_whose_session_died_after_its_last_fold_gets_its_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, diary = algorithm(tmp_path, sweep(1), folds=2)
+    write = diary.write
+
+    def dies_at_the_last_fold(event: Event) -> None:
+        if isinstance(event, FoldChanged) and (event.fold, event.state) == (1, "complete"):
+            raise Killed
+        write(event)
+
+    monkeypatch.setattr(diary, "write", dies_at_the_last_fold)
+    drive(first, Fake(by_fold))
+    second, diary = algorithm(tmp_path, sweep(1), folds=2)
+    assert drive(second, Fake(by_fold)) == []
+    assert second.close("completed")["counts"] == {"complete": 1}
+    assert ends(diary) == {0: ("complete", None)}
+
+
 # --- time ---
+
+
+def test_a_trial_that_starts_beside_another_has_all_slots_for_its_folds(tmp_path: Path) -> None:
+    made, _ = algorithm(tmp_path, sweep(2, budget={"reserve_for_refit": 0}), folds=2)
+    one = made.next()
+    made.next()
+    made.on_end(one, JobResult(status="completed", metrics={"val_loss": 0.5}, seconds=10.0))
+    # Both folds at once take 10 s, one after the other 20 s.
+    job = made.next(15.0)
+    assert job is not None
+    assert job.key == "trials/0001/fold-0"
+
+
+def test_trials_of_an_earlier_session_tell_how_long_a_fold_takes(tmp_path: Path) -> None:
+    budget = {"reserve_for_refit": 0}
+    first, _ = algorithm(tmp_path, sweep(1, budget=budget), folds=2)
+    drive(first, Fake(by_fold, seconds=10.0))
+    first.close("completed")
+    second, _ = algorithm(tmp_path, sweep(2, budget=budget), folds=2)
+    jobs = drive(second, Fake(by_fold, seconds=10.0), slots=2, left=15.0)
+    assert [job.key for job in jobs] == ["trials/0001/fold-0", "trials/0001/fold-1"]
+    second.close("completed")
 
 
 def test_no_trial_starts_that_cannot_end_in_time(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from reaper import reaped
+
 from nbtoolkit.run.paths import RunPaths
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "unshare")
@@ -71,6 +73,14 @@ class Slurm:
         number: str = json.loads(paths.remote.read_text())["job"]["number"]
         return number
 
+    def end_all_jobs(self) -> None:
+        """Cancel all jobs, and wait until their processes have ended."""
+        self.run("scancel", "--full", "--user=root")
+        deadline = time.monotonic() + 60
+        while jobs := self.run("squeue", "--noheader"):
+            assert time.monotonic() < deadline, jobs
+            time.sleep(0.2)
+
     def wait_for_job(self, job: str, state: str, seconds: float) -> None:
         """Wait until a job has this state."""
         deadline = time.monotonic() + seconds
@@ -81,7 +91,10 @@ class Slurm:
 
 @contextmanager
 def running() -> Iterator[Slurm]:
-    """Start it, wait until both nodes are idle, and end it.
+    """Start it, wait until both nodes are idle, and end it with all that its jobs have started.
+
+    Jobs outlive their daemons: the daemons are ended after the jobs, and what is left then, or when
+    the tests are interrupted or killed, is killed.
 
     The nodes are called n1 and n2. Their tasks find these names in a hosts file of their own, which
     ``unshare`` mounts for the two daemons alone.
@@ -102,6 +115,7 @@ def running() -> Iterator[Slurm]:
     munge += [f"--pid-file={folder}/munge.pid", f"--seed-file={folder}/munge.seed"]
     try:
         with ExitStack() as stack:
+            stack.enter_context(reaped(f"SLURM_CONF={slurm.variables['SLURM_CONF']}"))
             for words in (
                 ["munged", "--foreground", "--force", f"--key-file={folder}/key", *munge],
                 ["slurmctld", "-D"],
@@ -110,8 +124,8 @@ def running() -> Iterator[Slurm]:
             ):
                 stack.enter_context(_daemon(words, slurm.variables))
             _wait_until_idle(slurm)
+            stack.callback(slurm.end_all_jobs)
             yield slurm
-            slurm.run("scancel", "--full", "--user=root")
     finally:
         shutil.rmtree(folder)
 

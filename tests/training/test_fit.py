@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fits import Run, check_equal_weights, configured, model_of, samples
@@ -313,6 +315,12 @@ def test_early_stopping_ends_when_nothing_gets_better(run: Run) -> None:
     assert run.fit(config=configured(overrides=overrides)) == result
 
 
+def test_early_stopping_counts_on_in_a_resumed_run(run: Run) -> None:
+    overrides = {"train.early_stopping_patience": 3, "optim.lr": 1e-9, "train.min_delta": 0.1}
+    assert run.fit(config=configured(overrides={**overrides, "train.epochs": 2}))["epoch"] == 2
+    assert run.fit(config=configured(overrides={**overrides, "train.epochs": 50}))["epoch"] == 4
+
+
 @pytest.mark.parametrize(
     ("loss", "passes"),
     [
@@ -328,7 +336,12 @@ def test_a_run_that_was_asked_to_end_leaves_in_the_middle_of_an_epoch(
     overrides = {"train.batch_size": 2, "train.epochs": 2, "checkpoint.every_steps": 1}
     config = configured(overrides={**overrides, "train.gradient_accumulation_steps": passes})
     whole, halves, fresh = (model_of(nn.Dropout(0.5)) for _ in range(3))
-    expected = run.fit(whole, config=config, loss=loss)
+
+    def noisy(model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """Draws from Python's and NumPy's generators, as augmentations do; dropout from torch's."""
+        return model(batch[0] * (random.random() + float(np.random.rand()))), batch[1]
+
+    expected = run.fit(whole, config=config, loss=loss, step=noisy)
 
     ctx, count = another.context(config), 0
 
@@ -337,7 +350,7 @@ def test_a_run_that_was_asked_to_end_leaves_in_the_middle_of_an_epoch(
         count += 1
         if count == 7 * passes:
             another.record.request_stop("stopped", "the test")
-        return model(batch[0]), batch[1]
+        return noisy(model, batch)
 
     data = {"train_data": samples(37), "valid_data": samples(11, seed=1)}
     with pytest.raises(nb.RunStopped):
@@ -345,7 +358,7 @@ def test_a_run_that_was_asked_to_end_leaves_in_the_middle_of_an_epoch(
     progress = another.saved()["progress"]
     assert progress["epoch"] == 0
     assert 7 <= progress["taken"] < 19
-    assert another.fit(fresh, config=config, loss=loss) == expected
+    assert another.fit(fresh, config=config, loss=loss, step=noisy) == expected
     check_equal_weights(whole, fresh)
 
 
