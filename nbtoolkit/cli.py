@@ -41,7 +41,11 @@ except ImportError as missing:
         f"the command line needs typer: {missing}", do="pip install typer"
     ) from missing
 
-DONE, FAILED, WRONG_CALL, EARLY, INTERRUPTED = 0, 1, 2, 3, 130
+DONE = 0
+FAILED = 1
+WRONG_CALL = 2
+EARLY = 3
+INTERRUPTED = 130
 
 # Of a view that follows a run: the seconds between two updates, and what clears the terminal.
 _UPDATE_SECONDS = 1.0

@@ -83,7 +83,8 @@ def doctor() -> DoctorReport:
     Returns:
         The report. ``print`` it, or let a cell display it.
     """
-    host, hardware = detect_host(), detect_hardware()
+    host = detect_host()
+    hardware = detect_hardware()
     plan: LaunchPlan | None = None
     refusal = ""
     try:
@@ -140,7 +141,8 @@ def _numa(accelerate: Path | None, torch: Path | None) -> str:
 
 def _torchao(version: Versions) -> str:
     # huggingface/accelerate#3524: importing torchao touched CUDA; PR #3530 is in 1.7.
-    accelerate, torchao = version("accelerate"), version("torchao")
+    accelerate = version("accelerate")
+    torchao = version("torchao")
     if torchao is not None and accelerate is not None and _release(accelerate) < (1, 7):
         return (
             f"accelerate {accelerate} imports torchao {torchao}, which initialises CUDA "

@@ -64,7 +64,9 @@ class NbtoolkitError(Exception):
     """
 
     def __init__(self, what: str, *, allowed: str = "", do: str = "") -> None:
-        self.what, self.allowed, self.do = what, allowed, do
+        self.what = what
+        self.allowed = allowed
+        self.do = do
         lines = [what]
         if allowed:
             lines.append(f"  Allowed: {allowed}")

@@ -330,22 +330,26 @@ def _rank_fields(environ: Mapping[str, str], kernel: bool) -> dict[str, Any]:
 
 
 def _torch_rank(environ: Mapping[str, str]) -> dict[str, Any]:
-    rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    rank = _number(environ, "RANK")
+    world = _number(environ, "WORLD_SIZE")
     if rank is None or world is None:
         return {}
     elastic = "TORCHELASTIC_RUN_ID" in environ
     by = "torchrun (TORCHELASTIC_RUN_ID is set)" if elastic else "variables"
-    local, here = _number(environ, "LOCAL_RANK"), _number(environ, "LOCAL_WORLD_SIZE")
+    local = _number(environ, "LOCAL_RANK")
+    here = _number(environ, "LOCAL_WORLD_SIZE")
     return _started(f"{by}: RANK={rank}, WORLD_SIZE={world}", (rank, world), (local, here))
 
 
 def _slurm_rank(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of a task of an ``srun`` step with several tasks."""
-    rank, tasks = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_STEP_NUM_TASKS")
+    rank = _number(environ, "SLURM_PROCID")
+    tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
     if rank is None or tasks is None or tasks < 2:
         return {}
     reason = f"srun: SLURM_PROCID={rank}, SLURM_STEP_NUM_TASKS={tasks}"
-    local, here = _number(environ, "SLURM_LOCALID"), _tasks_here(environ)
+    local = _number(environ, "SLURM_LOCALID")
+    here = _tasks_here(environ)
     return _started(reason, (rank, tasks), (local, here))
 
 

@@ -225,7 +225,8 @@ class _KilledOnce(_Recorded):
         self._step = step
 
     def __call__(self, config: Config, ctx: RunContext) -> object:
-        marker, log = ctx.paths.folder / _KILLED, ctx.log
+        marker = ctx.paths.folder / _KILLED
+        log = ctx.log
 
         def log_or_die(
             metrics: Mapping[str, Any] | None = None, step: int | None = None, **named: Any
@@ -276,8 +277,10 @@ def _launch(
 
 def _compare(what: str, run: RunResult, other: RunResult, *, tolerance: float) -> Comparison:
     """Compare two runs, of which ``other`` has as many ranks as ``run``, or more."""
-    reports, other_reports = _reports(run), _reports(other)
-    losses, other_losses = _losses(run), _losses(other)
+    reports = _reports(run)
+    other_reports = _reports(other)
+    losses = _losses(run)
+    other_losses = _losses(other)
     inexact = read_inexact(other.paths)
     if run.plan.device_type == "cuda":
         # Two equal runs differ: on an H100, convolutions in fp32 by 6e-8 after 40 steps.

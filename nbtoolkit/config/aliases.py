@@ -137,7 +137,8 @@ def nearest(dotted: str, known: Iterable[str]) -> str:
     Returns:
         The name; an empty string if none is similar.
     """
-    section, last = dotted.rpartition(".")[0], dotted.rpartition(".")[2].lower()
+    section = dotted.rpartition(".")[0]
+    last = dotted.rpartition(".")[2].lower()
     if section in ("", "optim") and last in _OPTIMIZER_ARGUMENTS.split():
         return f"optim.options.{last}"
     settings = set(known)

@@ -198,7 +198,8 @@ def describe(hint: object) -> str:
 
 
 def _choices(hint: object) -> Iterator[str]:
-    origin, args = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    args = get_args(hint)
     if origin is Annotated:
         # Python flattens nested annotations: the last text describes the narrowest type.
         texts = [mark.text for mark in args[1:] if isinstance(mark, Allowed)]

@@ -461,7 +461,8 @@ class Config(Section):
 
         A value is None if the Config does not have this setting.
         """
-        own, others = flat_settings(self.to_dict()), flat_settings(other.to_dict())
+        own = flat_settings(self.to_dict())
+        others = flat_settings(other.to_dict())
         return {
             name: (own.get(name), others.get(name))
             for name in {**own, **others}

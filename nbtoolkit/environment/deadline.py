@@ -145,7 +145,8 @@ def check_deadline(config: Config, *, uses_reserve: bool = False) -> None:
 
 def _notebook_deadline(config: Config) -> NotebookDeadline | None:
     """The earlier one of what was set by call and in the configuration."""
-    limit, found = config.runtime.deadline, [] if _deadline is None else [_deadline]
+    limit = config.runtime.deadline
+    found = [] if _deadline is None else [_deadline]
     if limit is not None:
         ends = time.monotonic() - _process_age() + limit
         found.append(NotebookDeadline(ends, _usual_reserve(limit), "runtime.deadline"))
@@ -227,7 +228,8 @@ def _run_limit(config: Config, root: Path, now: float, environ: Mapping[str, str
     Without a ``session_limit``, the end of a Slurm job is the limit (``SLURM_JOB_END_TIME``,
     https://slurm.schedmd.com/sbatch.html).
     """
-    budget, limit = config.runtime.time_budget, config.runtime.session_limit
+    budget = config.runtime.time_budget
+    limit = config.runtime.session_limit
     by_budget = None if budget is None else now + budget
     if limit is None:
         return _slurm_limit(config, by_budget, now, environ)
@@ -269,7 +271,8 @@ def _slurm_limit(
     config: Config, by_budget: float | None, now: float, environ: Mapping[str, str]
 ) -> TimeLimit:
     """Return the limit of a Slurm job, if any; an end in the past belongs to another job."""
-    end, margin = environ.get("SLURM_JOB_END_TIME", ""), config.runtime.shutdown_margin
+    end = environ.get("SLURM_JOB_END_TIME", "")
+    margin = config.runtime.shutdown_margin
     if not end.isdecimal() or float(end) <= now:
         return TimeLimit(by_budget)
     by_job = float(end) - margin
@@ -280,7 +283,8 @@ def _slurm_limit(
 
 
 def _session_note(config: Config, age: float, deadline: float, now: float) -> Note:
-    limit, margin = config.runtime.session_limit or 0.0, config.runtime.shutdown_margin
+    limit = config.runtime.session_limit or 0.0
+    margin = config.runtime.shutdown_margin
     reason = f"runtime.session_limit {span(limit)} minus a margin of {span(margin)}"
     if deadline > now:
         return "info", f"the session is {span(age)} old: {_must_end(deadline, now)} ({reason})"

@@ -144,9 +144,11 @@ class Driver:
     def _device(self, handle: object, capability: tuple[int, int]) -> Device:
         try:
             memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
-            total, free = memory.total, memory.free
+            total = memory.total
+            free = memory.free
         except self._nvml.NVMLError:  # "Not Supported": the chip shares the CPU's memory
-            total, free = 0, 0
+            total = 0
+            free = 0
         return Device(
             index=0,
             uuid=_text(self._nvml.nvmlDeviceGetUUID(handle)),
@@ -164,7 +166,8 @@ class Driver:
 
     def _slices(self, handle: object, gpu: Device) -> Iterator[Device]:
         """Yield the MIG slices of a GPU, or the unusable GPU itself if it has none."""
-        nvml, has_slices = self._nvml, False
+        nvml = self._nvml
+        has_slices = False
         for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
             try:
                 part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
@@ -377,7 +380,8 @@ def _detect_devices(
     """Return the visible devices, checked against torch, and how they were detected."""
     try:
         with session(nvml) as driver:
-            gpus, driver_cuda = driver.gpus(), driver.cuda_version()
+            gpus = driver.gpus()
+            driver_cuda = driver.cuda_version()
     except Unavailable as error:
         return (), str(error)
     if not gpus:

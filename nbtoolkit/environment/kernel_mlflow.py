@@ -95,7 +95,8 @@ def _uri_of(mlflow: Any) -> str | None:
 
 def _absolute(uri: str) -> str:
     """Resolve the path of a local store: the tracking process has another working directory."""
-    sqlite, parts = "sqlite:///", urlsplit(uri)
+    sqlite = "sqlite:///"
+    parts = urlsplit(uri)
     if uri.startswith(sqlite):
         return sqlite + os.path.abspath(uri.removeprefix(sqlite))
     if parts.scheme == "file":

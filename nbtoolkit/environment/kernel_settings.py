@@ -113,7 +113,8 @@ class ProcessSettings:
             logger.removeHandler(handler)
             handler.close()
         for log_handler in self.handlers:
-            logger, handler = logging.getLogger(log_handler.logger or None), log_handler.make()
+            logger = logging.getLogger(log_handler.logger or None)
+            handler = log_handler.make()
             logger.addHandler(handler)
             _added.append((logger, handler))
 

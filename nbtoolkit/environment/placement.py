@@ -200,14 +200,18 @@ def _on_gpus(settings: Distributed, usable: Sequence[Device], alone: str) -> Dev
     others = [device for device in usable if not device.equals(best)]
     if best.is_slice:
         # CUDA shows a process only one slice, and NCCL rejects two on one GPU.
-        equal, others = [best], []
+        equal = [best]
+        others = []
     if alone:
-        count, why = 1, alone
+        count = 1
+        why = alone
     elif settings.world_size != "auto":
-        count, why = settings.world_size, f"distributed.world_size is {settings.world_size}"
+        count = settings.world_size
+        why = f"distributed.world_size is {settings.world_size}"
         _check_fits(count, [*equal, *others])
     else:
-        count, why = len(equal), _why_auto(equal, others)
+        count = len(equal)
+        why = _why_auto(equal, others)
     mirrored = settings.backend == "tensorflow"
     parallel = not mirrored and alone == _DATA_PARALLEL
     chosen = tuple(equal) if mirrored or parallel else (*equal, *others)[:count]
@@ -280,14 +284,17 @@ def _on_cpu(settings: Distributed, hardware: Hardware, alone: str) -> DevicePlac
             do="set distributed.strategy: auto",
         )
     if alone:
-        count, why = 1, alone
+        count = 1
+        why = alone
     elif settings.world_size != "auto":
-        count, why = settings.world_size, f"distributed.world_size is {settings.world_size}"
+        count = settings.world_size
+        why = f"distributed.world_size is {settings.world_size}"
     elif settings.enabled is True or settings.strategy == "ddp" or settings.is_sharded:
         count = min(2, hardware.cpu_count)
         why = f"a group is requested; on {hardware.cpu_count} CPUs, auto means {count}"
     else:
-        count, why = 1, "it uses all CPUs"
+        count = 1
+        why = "it uses all CPUs"
     gpus = len(hardware.devices)
     note = f"no GPU: {f'none of {gpus} is usable' if gpus else hardware.reason}"
     return DevicePlacement(processes=count, why=why, notes=(note,))

@@ -143,7 +143,8 @@ def _batch(
     config: Config, processes: int, replicas: int
 ) -> tuple[BatchSplit, float, tuple[str, ...]]:
     """Return the split of the batch, the factor of the learning rate, and notes on them."""
-    train, rule = config.train, config.optim.lr_rule
+    train = config.train
+    rule = config.optim.lr_rule
     notes: tuple[str, ...] = ()
     if train.loss_reduction == "batch":
         notes = (
@@ -176,7 +177,8 @@ def _strategy(
     if processes == 1:
         note = f"{settings.sharded_by} trains as {placement.strategy}: there is one process"
         return placement.strategy, {}, (note,)
-    stage, replicas = _zero_stage(settings), _replicas(settings, processes)
+    stage = _zero_stage(settings)
+    replicas = _replicas(settings, processes)
     shards = processes // replicas
     offload = settings.offload != "none" and bool(placement.devices)
     fsdp = {"reshard_after_forward": stage == 3, "offload": offload, "replicas": replicas}
@@ -274,7 +276,8 @@ def _fit_memory(
     failed = [item.samples for item in evidence if isinstance(item, BatchTooLarge)]
     if not failed or not may_accumulate_more(config):
         return batch, None, ()
-    whole, most = batch.per_device * batch.accumulate, max(1, min(failed) // 2)
+    whole = batch.per_device * batch.accumulate
+    most = max(1, min(failed) // 2)
     size = max(size for size in range(1, most + 1) if whole % size == 0)
     smaller = replace(batch, per_device=size, accumulate=whole // size)
     note = (
@@ -297,7 +300,8 @@ def _precision(
     if not devices:
         return _precision_on_cpu(setting)
     weakest = min(devices, key=lambda device: device.capability)
-    card, native = f"{weakest.name} is {weakest.sm}", weakest.capability >= (8, 0)
+    card = f"{weakest.name} is {weakest.sm}"
+    native = weakest.capability >= (8, 0)
     if setting == "bf16":
         note = "computes it natively" if native else "EMULATES it, slower than fp32"
         return "bf16", f"bf16: train.precision is bf16; {card} and {note}"

@@ -77,7 +77,12 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 # Indices into the result of `process_fields`, whose first item is field 3 of man 5 proc.
-STATE, PARENT, USER_TIME, SYSTEM_TIME, START_TIME, EXIT_CODE = 0, 1, 11, 12, 19, 49
+STATE = 0
+PARENT = 1
+USER_TIME = 11
+SYSTEM_TIME = 12
+START_TIME = 19
+EXIT_CODE = 49
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -158,8 +163,10 @@ class Activity:
     """
 
     def __init__(self, pid: int, *, descendants: bool = True) -> None:
-        self._pid, self._descendants = pid, descendants
-        self._idle, self._sampled_at = 0.0, time.monotonic()
+        self._pid = pid
+        self._descendants = descendants
+        self._idle = 0.0
+        self._sampled_at = time.monotonic()
         self._work, _ = self._sample()
 
     def idle(self) -> float:
@@ -169,13 +176,16 @@ class Activity:
             work, waits = self._sample()
             progress = waits or work != self._work
             self._idle = 0.0 if progress else self._idle + min(gap, 2 * _SAMPLE_SECONDS)
-            self._work, self._sampled_at = work, time.monotonic()
+            self._work = work
+            self._sampled_at = time.monotonic()
         return self._idle
 
     def _sample(self) -> tuple[dict[int, list[str]], bool]:
         """Return the work of each process so far, and whether one waits for a disk or a CPU."""
         families = children() if self._descendants else {}
-        work, waits, pids = {}, False, [self._pid]
+        work = {}
+        waits = False
+        pids = [self._pid]
         while pids:
             pid = pids.pop()
             pids += families.get(pid, ())
@@ -212,7 +222,8 @@ def wait_while_active(
     """
     start = time.monotonic()
     while not done(_SAMPLE_SECONDS):
-        waited, idle = time.monotonic() - start, activity.idle()
+        waited = time.monotonic() - start
+        idle = activity.idle()
         if idle >= stalled or (limit is not None and waited >= limit):
             return False
         if waited >= report_after:

@@ -36,7 +36,8 @@ def run_agent(descriptors: list[int]) -> None:
         descriptors: the packed function, the packed JobSpec, and the ends of the connections.
     """
     payload, packed_spec, *ends = descriptors
-    packed, spec = unpack(payload, PackedFunction), unpack(packed_spec, JobSpec)
+    packed = unpack(payload, PackedFunction)
+    spec = unpack(packed_spec, JobSpec)
     group = GroupDescriptors.of(ends)
     line = Connection.inherited(group.agent)
     write_output_to(spec.paths.agent_log)
@@ -55,7 +56,8 @@ def launch_ranks(job: RankJob) -> messages.AgentResult:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(plain_record)
-    plan, port = job.spec.plan, job.spec.port
+    plan = job.spec.plan
+    port = job.spec.port
     try:
         store = _loopback_store(port) if plan.processes > 1 else None  # until the ranks end
         notebook_launcher(

@@ -19,7 +19,9 @@ class DeviceMonitor:
     """Writes ``device`` events: memory (bytes) and CPU use (1.0 is one core) per rank, and GPUs."""
 
     def __init__(self, worker_group: WorkerGroup, record: RunRecord, *, on: bool = True) -> None:
-        self._worker_group, self._record, self._on = worker_group, record, on
+        self._worker_group = worker_group
+        self._record = record
+        self._on = on
         self._last = time.monotonic()
         self._cpu: dict[int, float] = {}
 

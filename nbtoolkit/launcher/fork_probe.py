@@ -25,7 +25,8 @@ def probe_fork(*, device: bool, seconds: float = PROBE_SECONDS) -> bool:
         device: also allocate on the first GPU.
         seconds: a child that makes no progress for this long is killed. A slow child is not.
     """
-    parent, pid = os.getpid(), os.fork()
+    parent = os.getpid()
+    pid = os.fork()
     if pid == 0:
         _compute_and_exit(parent, device)
     activity = Activity(pid, descendants=False)

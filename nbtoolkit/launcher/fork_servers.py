@@ -159,7 +159,8 @@ def take_over() -> None:
     try:
         servers = _ours()
         servers.reap()
-        current, successor = servers.current, servers.next
+        current = servers.current
+        successor = servers.next
         if successor is None or current is None:
             return
         if successor.is_ready():

@@ -88,8 +88,10 @@ class ForkServerClient:
             )
         other_end.close()
         self._has_ended = partial(has_ended, self._process)
-        self._ready, self._stalled = False, stalled
-        self._requests, self._forked = 0, list[int]()
+        self._ready = False
+        self._stalled = stalled
+        self._requests = 0
+        self._forked = list[int]()
         self._asking = threading.RLock()  # launches may come from several threads
         self.spoiled_by = ""
         """The package after whose import it could not fork any more, if it ended for that."""

@@ -54,7 +54,8 @@ class HangDetector:
     """
 
     def __init__(self, worker_group: WorkerGroup, paths: RunPaths, hang_timeout: float) -> None:
-        self._worker_group, self._paths = worker_group, paths
+        self._worker_group = worker_group
+        self._paths = paths
         self._timeout = hang_timeout
         # 1 % of 2 s are two clock ticks (10 ms each), the least that differs from no CPU time.
         self._window = min(2.0, max(0.5, hang_timeout / 8))
@@ -216,7 +217,8 @@ class HealthMonitor:
     ) -> None:
         nccl = worker_group.plan.backend == "nccl"
         self._start_seconds = start_seconds or (NCCL_START_SECONDS if nccl else START_SECONDS)
-        self._worker_group, self._record = worker_group, record
+        self._worker_group = worker_group
+        self._record = record
         self._hang_timeout: float = config.runtime.hang_timeout
         self._hangs = HangDetector(worker_group, record.paths, self._hang_timeout)
         self._monitor = DeviceMonitor(worker_group, record, on=config.tracking.device_metrics)

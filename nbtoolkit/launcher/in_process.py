@@ -80,7 +80,9 @@ class InProcessRecorder(RecordChannel):
         cell: CellOutput,
         on_event: Callable[[Event], None] | None,
     ) -> None:
-        self._run, self._cell, self._on_event = run, cell, on_event
+        self._run = run
+        self._cell = cell
+        self._on_event = on_event
         self._thread = threading.get_ident()
         self._reader = EventReader(run.paths.events, run.events_size)
         run.own()
@@ -318,7 +320,8 @@ def run_in_place(
         limit = time_limit(config)
         local = ("", None) if run is None else (str(run.paths.folder), limit.deadline)
         folder, deadline = broadcast(local, host.world_size)
-        paths, recorder = RunPaths(Path(folder)), None
+        paths = RunPaths(Path(folder))
+        recorder = None
         job = JobSpec(paths=paths, plan=plan, config=config, deadline=deadline)
         if run is not None:
             cell = CellOutput(paths, display)

@@ -165,7 +165,8 @@ class _Planned:
 
 def _plan(train: Train, config: Config, start: Start, host: Host) -> _Planned:
     """Plan with what a calibration has measured; nothing is measured now."""
-    hardware, speed = detect_hardware(), measured_speed(train, config, start)
+    hardware = detect_hardware()
+    speed = measured_speed(train, config, start)
     evidence = () if speed is None else (speed,)
     plan = make_plan(config, host, hardware, evidence, start=start)
     return _Planned(
@@ -175,7 +176,9 @@ def _plan(train: Train, config: Config, start: Start, host: Host) -> _Planned:
 
 def _claim(run: ChosenRun, train: Train, planned: _Planned, options: LaunchOptions) -> RunRequest:
     """Write the first event of this attempt, whose plan counts what earlier attempts have shown."""
-    config, host, plan = planned.config, planned.host, planned.plan
+    config = planned.config
+    host = planned.host
+    plan = planned.plan
     if learned := run.learned(plan):
         known = () if planned.speed is None else (planned.speed,)
         evidence = (*known, *learned)
@@ -213,7 +216,8 @@ def submit(
         # First, since it imports torch while the function is packed.
         fork_server(tracking=tracking.on)
         notes = (*request.notes, *(("warning", note) for note in tracking.notes))
-        request, environment = replace(request, notes=notes), kernel_environment()
+        request = replace(request, notes=notes)
+        environment = kernel_environment()
         packed = pickle.dumps(request)
         with pack_function(train, environment) as payload, pack_content(packed) as content:
             line = start_supervisor(_OWNER, payload, content, run.lock)

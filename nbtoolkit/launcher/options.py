@@ -144,7 +144,9 @@ def check_call(train: Callable[..., Any], options: LaunchOptions) -> None:
 def _check_values(options: LaunchOptions) -> None:
     for choice in CHOICES:
         check_choice(choice, getattr(options, choice))
-    processes, name, resume = options.processes, options.name, options.resume
+    processes = options.processes
+    name = options.name
+    resume = options.resume
     whole = isinstance(processes, Integral) and not isinstance(processes, bool)
     counts = processes is None or (whole and processes >= 1)
     _check("processes", processes, counts, "a whole number of at least 1, or None")

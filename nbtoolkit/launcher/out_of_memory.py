@@ -43,7 +43,9 @@ def as_out_of_memory(
         kills: the kernel's count of kills for memory before (:func:`memory_kills`). A SIGKILL is
             one of them if the count has risen, or is unknown.
     """
-    error, rank, cause = failed.error, failed.rank, failed.cause
+    error = failed.error
+    rank = failed.rank
+    cause = failed.cause
     if not _ran_out(error.type.rpartition(".")[2], error.text, kills):
         return failed
     if not may_accumulate_more(config):

@@ -89,7 +89,8 @@ def error_of(
             reason = outcome.reason
         case PortBusy():
             reason = f"another program uses port {outcome.port}"
-    text, allowed = "the rank could not start", ""
+    text = "the rank could not start"
+    allowed = ""
     if plan.processes > 1:
         text = f"{plan.processes} ranks could not form a process group"
         allowed = "distributed.fallback: true continues with one process"

@@ -107,7 +107,8 @@ def write_packed(function: Callable[..., Any], file: Path) -> None:
         OSError: the file cannot be written.
     """
     with pack_function(function, kernel_environment()) as payload:
-        size, done = os.fstat(payload).st_size, 0
+        size = os.fstat(payload).st_size
+        done = 0
         with atomic_file(file) as target:
             while done < size:
                 done += os.sendfile(target.fileno(), payload, done, size - done)

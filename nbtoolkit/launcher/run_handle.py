@@ -62,7 +62,9 @@ class RunHandle:
         offset: int = 0,
     ) -> None:
         self.paths = paths
-        self._started, self._cell, self._on_event = started, cell, on_event
+        self._started = started
+        self._cell = cell
+        self._on_event = on_event
         self._line = None if started is None else started.line
         self._reader = EventReader(paths.events, offset)
         self._lost: SupervisorLost | None = None
@@ -172,7 +174,8 @@ class RunHandle:
 
     def _wait_with_signals(self, limit: float | None) -> int | None:
         """Wait; forward termination signals to a run that would end with this process."""
-        flag, started = SignalFlag(), self._started
+        flag = SignalFlag()
+        started = self._started
         ends_with_us = started is not None and not started.detached
         with catch_termination_signals(flag) if ends_with_us else nullcontext():
             return self._wait_for_end(limit, flag)

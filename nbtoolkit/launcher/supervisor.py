@@ -95,7 +95,8 @@ class RunSupervisor:
     """
 
     def __init__(self, request: RunRequest, spawner: Spawner, *, durable: bool = True) -> None:
-        self._request, self._spawner = request, spawner
+        self._request = request
+        self._spawner = spawner
         self.paths = request.job.paths
         self.plan: LaunchPlan = request.job.plan
         self.record = RunRecord(self.paths, deadline=request.job.deadline, durable=durable)
@@ -241,7 +242,8 @@ class RunSupervisor:
 
     def _start_otherwise(self, evidence: Evidence) -> Running:
         """Start ranks with a plan that considers what went wrong with this one."""
-        request, start = self._request, self.plan.start
+        request = self._request
+        start = self.plan.start
         self._evidence.append(evidence)
         self.plan = make_plan(
             request.job.config, request.host, request.hardware, self._evidence, start=start

@@ -83,8 +83,10 @@ class EventLoop:
     """
 
     def __init__(self, kernel: Connection, spawner: Spawner, *, detached: bool) -> None:
-        self.kernel, self._spawner = kernel, spawner
-        self._detached, self._kernel_process = detached, Peer(kernel)
+        self.kernel = kernel
+        self._spawner = spawner
+        self._detached = detached
+        self._kernel_process = Peer(kernel)
         self._read_end, self._write_end = os.pipe()
         self._flag = SignalFlag()
         self._catch_signals()

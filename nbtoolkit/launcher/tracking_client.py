@@ -22,7 +22,8 @@ class TrackingClient:
     """
 
     def __init__(self, server: ForkServerClient) -> None:
-        self._server, self._pid = server, 0
+        self._server = server
+        self._pid = 0
         self.line, other_end = Connection.pair()
         self._request = server.fork_soon(_TRACKING, [other_end.fileno()])
         other_end.close()

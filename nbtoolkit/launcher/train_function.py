@@ -26,7 +26,8 @@ def task_name(train: Callable[..., Any]) -> str:
         ``"package.module:function"``, or ``"__main__:function"`` if no other process can import it:
         a function of a cell, a script, or inside another function.
     """
-    module, name = getattr(train, "__module__", None), getattr(train, "__qualname__", None)
+    module = getattr(train, "__module__", None)
+    name = getattr(train, "__qualname__", None)
     found: Any = sys.modules.get(module or "")
     for part in (name or "").split("."):
         found = getattr(found, part, None)

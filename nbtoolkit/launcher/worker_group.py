@@ -77,7 +77,8 @@ class RankView:
             case messages.Question():
                 self.asking = message
             case messages.CollectivesStarted():
-                self.collectives, self.waits_at = message.count, message.where
+                self.collectives = message.count
+                self.waits_at = message.where
                 self.stack = tuple(message.stack)
             case messages.Accumulates():
                 self.accumulates = message.entered
@@ -89,7 +90,9 @@ class RankView:
     def end(self, phase: str, word: messages.LastWord | None = None) -> None:
         """Note its end: done, left, failed, or dead without a message."""
         self.reached = self.phase
-        self.phase, self.last_word, self.ended_at = phase, word, time.monotonic()
+        self.phase = phase
+        self.last_word = word
+        self.ended_at = time.monotonic()
         self.asking = None
 
 
@@ -163,7 +166,8 @@ class WorkerGroup:
         """Answer all ranks that ask."""
         for rank in self.ranks:
             if rank.asking is not None:
-                rank.asking, rank.heard_at = None, time.monotonic()
+                rank.asking = None
+                rank.heard_at = time.monotonic()
                 rank.line.send(answer)
 
     def find_dead(self) -> list[RankView]:
@@ -235,7 +239,8 @@ class Spawner:
     """
 
     def __init__(self, forkserver: Connection, payload: int, kernel: Connection) -> None:
-        self._payload, self._kernel = payload, kernel
+        self._payload = payload
+        self._kernel = kernel
         self._environment = environment_key(unpack(payload, PackedFunction).environment.environ)
         self._servers = [_Server(forkserver)]
 

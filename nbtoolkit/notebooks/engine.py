@@ -268,7 +268,8 @@ class Client(PapermillNotebookClient):
 
     def _describe(self, error: Exception) -> CellFailure:
         kind: FailureKind = "error"
-        name, text = getattr(error, "ename", "an error"), getattr(error, "evalue", "")
+        name = getattr(error, "ename", "an error")
+        text = getattr(error, "evalue", "")
         what = f"raised {name}: {text}"
         traceback = str(getattr(error, "traceback", ""))
         if isinstance(error, CellTimeoutError):

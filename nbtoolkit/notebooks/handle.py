@@ -244,7 +244,8 @@ def result_of(files: NotebookFiles, record: NotebookRecord) -> NotebookResult:
     if failure := record["failure"]:
         kind = _ERRORS.get(failure["kind"], NotebookFailed)
         error = kind(failure["what"], allowed=failure["allowed"], do=failure["do"])
-        error.cell, error.output = failure["cell"], files.copy
+        error.cell = failure["cell"]
+        error.output = files.copy
         raise error
     return NotebookResult(
         values=record["values"],

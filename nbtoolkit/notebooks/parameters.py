@@ -115,9 +115,11 @@ def read_parameters(source: str) -> dict[str, Parameter]:
     parameters = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            name, annotation = node.target.id, node.annotation
+            name = node.target.id
+            annotation = node.annotation
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name, annotation = node.targets[0].id, None
+            name = node.targets[0].id
+            annotation = None
         else:
             continue
         if not name.startswith("_"):
@@ -151,7 +153,8 @@ def parameters_from_shell(texts: Iterable[str]) -> dict[str, FromShell]:
     Raises:
         ParameterError: a text has no ``=``, or no name before it.
     """
-    mistakes, values = [], {}
+    mistakes = []
+    values = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if name and equals:

@@ -195,7 +195,8 @@ class Board:
             options.append((Path(watched).name, watched))
             listed += ((watched, ""),)
         if listed != self.listed:
-            self.run.options, self.listed = options, listed
+            self.run.options = options
+            self.listed = listed
         set_trait(self.run, "value", watched)
 
     def draw_place(self, text: str) -> None:
@@ -234,9 +235,11 @@ class SavedPage:
     """
 
     def __init__(self, css_class: str, render: Callable[[], str]) -> None:
-        self._class, self._render = css_class, render
+        self._class = css_class
+        self._render = render
         self._place: DisplayPlace | None = None
-        self._next, self._changed = 0.0, False
+        self._next = 0.0
+        self._changed = False
 
     def show(self, page: str) -> None:
         """Show it in the running cell; called by the cell's own thread."""

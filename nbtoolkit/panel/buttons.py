@@ -83,7 +83,8 @@ def refusal(
     name: str, state: State | None, validation: Validation, enabled: set[str]
 ) -> LaunchError:
     """Return the error for a button that cannot be pressed, with the reason."""
-    reason, do = "", "look at the run and at the errors in the form"
+    reason = ""
+    do = "look at the run and at the errors in the form"
     if state is not None and (state.live or name not in STARTS):
         reason = f": {state.paths.run_id} is {state.status}"
         if name in STARTS and validation.form is not None:
@@ -145,7 +146,8 @@ def start(name: str, train: Train | None, validation: Validation, folds: Folds |
         validation: of the form, without errors.
         folds: of the panel; a sweep uses them if its space asks for folds.
     """
-    config, sweep_config = validation.config, validation.sweep_config
+    config = validation.config
+    sweep_config = validation.sweep_config
     assert config is not None  # else the button is disabled
     function = train if train is not None else find_task(config.task)
     if name == "launch":
@@ -155,7 +157,8 @@ def start(name: str, train: Train | None, validation: Validation, folds: Folds |
         return cross_validate(function, config, folds, **_BACKGROUND)
     assert sweep_config is not None
     used = folds if sweep_config.folds.k else None
-    space, resume = sweep_config.to_dict(), "auto"
+    space = sweep_config.to_dict()
+    resume = "auto"
     if _knows_folds(sweep_config, folds):
         # A press begins a sweep even if a complete one has these settings: the call would show it.
         resume = "auto" if sweep_to_resume(function, config, space, used) else "never"
@@ -246,11 +249,13 @@ def best_config(state: State | None) -> Config | None:
 
 def _resume(state: State, train: Train | None, trials: int | None = None) -> RunHandle:
     """Resume a run or a search with its folder's settings; a sweep with more trials if asked."""
-    config, folder = run_config(state.paths), state.paths.folder
+    config = run_config(state.paths)
+    folder = state.paths.folder
     function = train if train is not None else find_task(config.task)
     if state.kind == "run":
         return launch(function, config, resume=folder, **_BACKGROUND)
-    file, space = folder / FOLDS_FILE, folder / "sweep.yaml"
+    file = folder / FOLDS_FILE
+    space = folder / "sweep.yaml"
     if state.kind == "cv":
         return cross_validate(function, config, Folds.load(file), resume=folder, **_BACKGROUND)
     folds = Folds.load(file) if file.exists() else None

@@ -76,11 +76,14 @@ class Controller:
         *,
         given: bool = True,
     ) -> None:
-        self._train, self._folds = train, folds
+        self._train = train
+        self._folds = folds
         self.state: State | None = None
-        self.chosen, self.output_dir = View(), "outputs"
+        self.chosen = View()
+        self.output_dir = "outputs"
         self._handle: RunHandle | None = None
-        self._was_live, self._message_ends = False, 0.0
+        self._was_live = False
+        self._message_ends = 0.0
         self._stale = True  # whether the next look draws
         self._validated: tuple[FormState, Validation] | None = None
         self._planned: object = None
@@ -161,7 +164,9 @@ class Controller:
     def watch(self, folder: Path | None) -> None:
         """Watch another folder; None: none."""
         self.state = None if folder is None else read_state(folder)
-        self._handle, self.chosen, self._stale = None, View(), True
+        self._handle = None
+        self.chosen = View()
+        self._stale = True
         self._was_live = self.state is not None and self.state.live
 
     def text(self) -> str:
@@ -256,7 +261,8 @@ class Controller:
 
     def look(self) -> None:
         """Read what is new and draw it."""
-        draws, self._stale = self._stale, False
+        draws = self._stale
+        self._stale = False
         if self._handle is not None:
             self._handle.done()  # reads its connection, so that it never fills
         live = self.state is not None and self.state.live
@@ -276,7 +282,8 @@ class Controller:
 
     def _draw(self) -> None:
         """Draw everything but the list of runs."""
-        state, validation = self.state, self.validate()
+        state = self.state
+        validation = self.validate()
         offered = buttons.offered_buttons(state, validation, self._folds)
         enabled = buttons.enabled_buttons(offered, validation) - set(self._pressed)
         self.board.draw_strip(state)

@@ -122,9 +122,11 @@ def quota_cost(
     if limit is None:
         return ""
     if host in COUNTS_SESSIONS:
-        turns, counted_devices = math.ceil(jobs / slots), min(1, devices)
+        turns = math.ceil(jobs / slots)
+        counted_devices = min(1, devices)
     else:
-        turns, counted_devices = jobs, devices
+        turns = jobs
+        counted_devices = devices
     hours = turns * counted_devices * seconds / 3600
     return f"about {hours:.3g} of your {limit:.3g} GPU hours"
 

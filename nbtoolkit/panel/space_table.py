@@ -111,7 +111,8 @@ def _parameters(text: str) -> Mapping[str, object]:
 def _row(name: object, value: object) -> ParameterRow | None:
     """Convert a parameter to a row; None: the table cannot show it."""
     spec = dict(expand(value))
-    kind, log = str(spec.pop("type", "")), spec.get("log", False)
+    kind = str(spec.pop("type", ""))
+    log = spec.get("log", False)
     if not isinstance(name, str) or kind not in _KEYS or not isinstance(log, bool):
         return None
     try:
@@ -203,7 +204,9 @@ class SpaceTable:
     """
 
     def __init__(self, on_change: Callable[[str], None]) -> None:
-        self._on_change, self._text, self._loading = on_change, "", False
+        self._on_change = on_change
+        self._text = ""
+        self._loading = False
         self._names: tuple[str, ...] = ()
         self.made: list[_RowWidgets] = []
         self.rows: list[_RowWidgets] = []
@@ -224,7 +227,8 @@ class SpaceTable:
             note = f"Only in the YAML below: {names}" if without else ""
             self.add.disabled = False
         except ConfigError:
-            rows, note = [], "The table appears when the YAML below is right."
+            rows = []
+            note = "The table appears when the YAML below is right."
             self.add.disabled = True
         set_text(self._note, note)
         self._show(rows)

@@ -337,7 +337,9 @@ class EventLog:
     def close(self, *, durable: bool = True) -> None:
         """Close the file; ``durable``: flush it to disk first."""
         with self._lock:
-            fd, self._fd = self._fd, -1  # a late write must not reach a new file of that number
+            # a late write must not reach a new file of that number
+            fd = self._fd
+            self._fd = -1
             if durable:
                 os.fsync(fd)
             os.close(fd)
@@ -347,7 +349,8 @@ class EventReader:
     """Reads new events from the file; never blocks, never locks."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
-        self._path, self.offset = path, offset
+        self._path = path
+        self.offset = offset
         """Bytes read so far, whole lines only; a later reader can continue from here."""
 
     def read(self) -> Iterator[Event]:

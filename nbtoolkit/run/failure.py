@@ -100,5 +100,6 @@ def cell_name(filename: str, line: int) -> str:
 def _recorded_error(ended: RunEnded) -> PackedError:
     """The error of a failed run as its last event has it: without its pickle."""
     kind, _, text = (ended.error or "").partition(": ")
-    trace, rank = ended.traceback, ended.rank
+    trace = ended.traceback
+    rank = ended.rank
     return PackedError(type=kind, text=text, traceback=trace, rank=rank, notes=ended.notes)

@@ -67,9 +67,11 @@ class CellOutput:
     """Prints rank 0's log, in the waiting thread (ipykernel 7 loses other threads' output)."""
 
     def __init__(self, paths: RunPaths, display: Display, *, offset: int = 0) -> None:
-        self._paths, self._on = paths, display != "off"
+        self._paths = paths
+        self._on = display != "off"
         self._shows_log = self._on
-        self._offset, self._tag = offset, ""
+        self._offset = offset
+        self._tag = ""
         self._shown = 0
         self._hidden = 0
         # A character of several bytes (a bar's blocks) may be incomplete when the file is read.
@@ -173,7 +175,8 @@ class CellOutput:
             or self._shown > MAX_BYTES
         ):
             return
-        self._bar_at, self._bar = now, True
+        self._bar_at = now
+        self._bar = True
         self._print("\r" + self._tag + self._rest.strip("\r")[:MAX_LINE])
 
     def _print(self, text: str) -> None:

@@ -25,7 +25,8 @@ _NUMBERS = 64  # per optimizer at most, two per parameter: a report stays below 
 _OPTIMIZERS = 16  # the last ones: a function may make a new one for each of a hundred folds
 _MARK = "_nbtoolkit_followed"
 # Ranks that add up in another order, or on other devices, differ by some 1e-7 of a weight.
-_RELATIVE, _ABSOLUTE = 1e-4, 1e-7
+_RELATIVE = 1e-4
+_ABSOLUTE = 1e-7
 
 
 class SteppedOptimizers:
@@ -76,7 +77,8 @@ class _SampledParameters:
     """
 
     def __init__(self, parameters: list[Tensor], keep: Callable[[list[float]], None]) -> None:
-        self._parameters, self._keep = parameters[: _NUMBERS // 2], keep
+        self._parameters = parameters[: _NUMBERS // 2]
+        self._keep = keep
 
     def numbers(self) -> list[float]:
         """Two numbers per parameter."""

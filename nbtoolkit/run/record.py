@@ -43,7 +43,8 @@ class RunRecord:
     """
 
     def __init__(self, paths: RunPaths, *, deadline: float | None, durable: bool = True) -> None:
-        self.paths, self._durable = paths, durable
+        self.paths = paths
+        self._durable = durable
         self._started = time.monotonic()
         self._ends = on_monotonic_clock(deadline)
         self.metrics: dict[str, float] = {}

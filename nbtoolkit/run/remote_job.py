@@ -96,7 +96,8 @@ class RemoteJob:
     """The job of a run; it asks the cluster for its state every two seconds at most."""
 
     def __init__(self, where: str, job: Mapping[str, object]) -> None:
-        self._cluster, self._job = find_cluster(where), job
+        self._cluster = find_cluster(where)
+        self._job = job
         self._state = JobState(phase="waiting", text="submitted")
         self._asked = float("-inf")
 

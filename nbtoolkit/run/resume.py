@@ -71,7 +71,8 @@ class RunLock:
 
     def release(self) -> None:
         """Release this process's hold; may be called twice."""
-        fd, self._fd = self._fd, -1
+        fd = self._fd
+        self._fd = -1
         if fd >= 0:
             os.close(fd)
 
@@ -133,7 +134,8 @@ class ChosenRun:
 
     def learned(self, plan: LaunchPlan) -> tuple[BatchTooLarge, ...]:
         """What the attempt before has learned about the memory, if it had devices like these."""
-        before, now = self.plan_before, plan.to_dict()
+        before = self.plan_before
+        now = plan.to_dict()
         limit = before.get("too_large")
         same = all(before.get(name) == now[name] for name in _MEMORY)
         return (BatchTooLarge(limit),) if self.resumed and same and isinstance(limit, int) else ()
@@ -363,7 +365,8 @@ def resumable_first_event(paths: RunPaths) -> RunSubmitted:
         first = first_event(paths)
         damage = "it has no first event"
     except RunFileError as error:
-        first, damage = None, error.what
+        first = None
+        damage = error.what
     if first is None:
         raise ResumeError(
             f"cannot resume {paths.run_id}: its record {paths.events} is damaged: {damage}",
@@ -385,7 +388,8 @@ def refuse_other_function(paths: RunPaths, first: RunSubmitted, train: Callable[
     Raises:
         ResumeError: the names differ.
     """
-    before, now = first.function, function_name(train)
+    before = first.function
+    now = function_name(train)
     # The module of a notebook's function is __main__, and another one in a script.
     if before.rpartition(".")[2] != now.rpartition(".")[2]:
         raise ResumeError(

@@ -54,7 +54,8 @@ class JobRunner(RunSupervisor):
     """
 
     def __init__(self, job: SearchJob, slot: Slot, search: SearchRequest, spawner: Spawner) -> None:
-        self.job, self.slot = job, slot
+        self.job = job
+        self.slot = slot
         self.news: list[JobReported | JobMessage] = []
         self._reporting: WorkerGroup | None = None
         self._job_started = time.monotonic()
@@ -76,7 +77,9 @@ class JobRunner(RunSupervisor):
 
     def result(self) -> JobResult:
         """Return the result of a job that is over."""
-        seconds, metrics, outcome = self._seconds, self.record.metrics, self.outcome
+        seconds = self._seconds
+        metrics = self.record.metrics
+        outcome = self.outcome
         assert outcome is not None
         if self._fault is not None:
             fault, text = self._fault

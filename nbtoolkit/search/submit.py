@@ -166,9 +166,11 @@ def _complete(paths: RunPaths, wanted: WantedSearch) -> bool:
     if first is None or (first.total is None) != (wanted.total is None):
         return False
     # Without a number of trials, the time limit decides when a search is complete.
-    asked, before = (wanted.timeout, first.timeout)
+    asked = wanted.timeout
+    before = first.timeout
     if wanted.total is not None:
-        asked, before = wanted.total, first.total
+        asked = wanted.total
+        before = first.total
     return completed(paths) and (asked or math.inf) <= (before or math.inf)
 
 
@@ -254,10 +256,12 @@ def start_search(
     from nbtoolkit.tracking.tracker import choose_tracking
 
     check_deadline(config)
-    host, tracking = _not_a_rank(search), choose_tracking(config.to_dict()["tracking"])
+    host = _not_a_rank(search)
+    tracking = choose_tracking(config.to_dict()["tracking"])
     speed = measured_speed(train, config)
     evidence: tuple[Evidence, ...] = () if speed is None else (speed,)
-    environment, schedule = kernel_environment(), schedule_here.get()
+    environment = kernel_environment()
+    schedule = schedule_here.get()
     if schedule is None:
         # It starts while everything here is prepared.
         fork_server(tracking=tracking.on, search=True)

@@ -46,7 +46,8 @@ _NOT_IDENTITY = ("budget", "placement", "trials_per_device", "warm_start")
 _BY_NUMBER = ("kfold", "time")
 """Kinds of folds that need only the number of samples."""
 
-SWEEP_CONFIG_FILE, FOLDS_FILE = "sweep.yaml", "folds.json"
+SWEEP_CONFIG_FILE = "sweep.yaml"
+FOLDS_FILE = "folds.json"
 
 
 @overload
@@ -173,7 +174,8 @@ def sweep(
     label = options.name or sweep_config.study.name
     now = time.time()
     started = start_or_submit(train, config, search, options, name=label, again=again)
-    run, paths = started.run, started.run.paths
+    run = started.run
+    paths = started.run.paths
     _keep(paths, sweep_config, folds)
     cell = _shown(paths, sweep_config, screen, started.deadline, since=now)
     cell.say(f"sweep -> {paths.folder}{tracking_place(config)}")

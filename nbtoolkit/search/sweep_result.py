@@ -155,7 +155,8 @@ class SweepResult:
         return [*events, *(replace(one, best=one.number == self.best_trial) for one in lost)]
 
     def _row(self, event: TrialChanged) -> dict[str, Any]:
-        metrics, values = self.sweep_config.metrics, event.values
+        metrics = self.sweep_config.metrics
+        values = event.values
         several = dict(zip(metrics, values, strict=True)) if len(values) == len(metrics) > 1 else {}
         shown: Mapping[str, float | None] = several or {"value": event.value}
         rest = {"seconds": event.seconds, "reason": event.reason, "folder": event.folder}

@@ -60,7 +60,8 @@ class Follower:
         make: Callable[[RunStarted], Makers] | None = None,
         owner: RunPaths | None = None,
     ) -> None:
-        self._paths, self._owner = paths, owner or paths
+        self._paths = paths
+        self._owner = owner or paths
         output_dir = output_dir or paths.folder.absolute().parent
         self._make = make or partial(_trackers_of_config, paths, output_dir)
         self._lock = lock_tracking(paths)
@@ -133,7 +134,8 @@ class Follower:
             self._time = event.t
             if isinstance(event, RunStarted):
                 self._write_to_trackers(numbers, others)
-                numbers, others = [], []
+                numbers = []
+                others = []
                 if not self._open(event, end):
                     self._start_over()
                     return
@@ -162,7 +164,8 @@ class Follower:
             Whether each of them has what is counted as written.
         """
         ended = self._ended or RunEnded(t=run.t, status="killed")
-        self._ended, self._closed = None, False
+        self._ended = None
+        self._closed = False
         makers = self._make(run)
         for name in set(self._trackers) - set(makers):  # the settings have changed
             self._trackers.pop(name).close(ended)
@@ -177,7 +180,9 @@ class Follower:
 
     def _start_over(self) -> None:
         """Write all events again, from the first."""
-        self._written, self._was_done, self._reader.offset = 0, False, 0
+        self._written = 0
+        self._was_done = False
+        self._reader.offset = 0
         self._last_steps.clear()
         self._trackers.clear()
         self._jobs.close()
@@ -262,7 +267,8 @@ class _Jobs:
     """
 
     def __init__(self, sweep: Path, follow: Callable[[RunPaths], Follower]) -> None:
-        self._sweep, self._follow = sweep, follow
+        self._sweep = sweep
+        self._follow = follow
         self._waiting: dict[str, None] = {}  # folders without events yet, in order
         self._followers: dict[str, Follower] = {}
 

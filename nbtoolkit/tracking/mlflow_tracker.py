@@ -43,7 +43,9 @@ _PARENT_TAG = "mlflow.parentRunId"
 
 # MLflow's own limits, the smallest of all versions: 500 characters for a parameter (6000 since
 # 2.10, but a server may be older), 5000 for a tag. MlflowClient.log_batch splits long batches.
-_PARAM_LENGTH, _TAG_LENGTH, _NAME_LENGTH = 500, 5000, 250
+_PARAM_LENGTH = 500
+_TAG_LENGTH = 5000
+_NAME_LENGTH = 250
 
 _LOG_BYTES = 1_000_000
 """A log's last bytes that become an artifact."""
@@ -69,7 +71,8 @@ class MLflowTracker:
     """
 
     def __init__(self, paths: RunPaths, output_dir: Path) -> None:
-        self._paths, self._output_dir = paths, output_dir
+        self._paths = paths
+        self._output_dir = output_dir
         self._first: RunStarted | None = None  # it says where the MLflow run is made
         self._client: MlflowClient
         self._run_id = ""
@@ -141,7 +144,8 @@ class MLflowTracker:
         MLflow's parameters cannot change: a value that a later attempt changed becomes a new
         parameter, such as ``attempt2.train.epochs``.
         """
-        known, new = mlflow_run.data.params, {}
+        known = mlflow_run.data.params
+        new = {}
         # The plan's reasons are in the description.
         plan = {key: value for key, value in run.plan.items() if key != "reasons"}
         for param in _as_params({**run.config, "plan": plan}):
@@ -186,8 +190,10 @@ class _JobRuns:
     """
 
     def __init__(self, client: MlflowClient, experiment: str, paths: RunPaths, run_id: str) -> None:
-        self._client, self._experiment = client, experiment
-        self._paths, self._run_id = paths, run_id
+        self._client = client
+        self._experiment = experiment
+        self._paths = paths
+        self._run_id = run_id
         self._run_ids: dict[str, str] = {}  # folder below the sweep's -> MLflow run
         self._status: dict[str, str] = {}  # MLflow run -> its status in the store
         self.created: set[str] = set()
@@ -268,7 +274,10 @@ class _JobTracker:
     """
 
     def __init__(self, client: MlflowClient, run_id: str, paths: RunPaths, *, new: bool) -> None:
-        self._client, self.place, self._paths, self._complete = client, run_id, paths, not new
+        self._client = client
+        self.place = run_id
+        self._paths = paths
+        self._complete = not new
 
     def open(self, run: RunStarted, *, fresh: bool, done: bool) -> bool:
         """Whether the store has the run's earlier events."""

@@ -196,7 +196,8 @@ class TrackingProcess:
         Raises:
             TimeoutError: it made no progress.
         """
-        ended, activity = partial(has_ended, self._process), Activity(self._process.pid)
+        ended = partial(has_ended, self._process)
+        activity = Activity(self._process.pid)
         what = "tracking to write the run"
         if not wait_while_active(ended, activity, what, stalled=stalled, say=say):
             self._process.kill()

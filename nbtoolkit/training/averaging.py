@@ -68,7 +68,8 @@ class Averages:
 
     def __init__(self, module: nn.Module) -> None:
         _refuse_half_precision(module)
-        self._model, self._copy = module, _copy_of(module)
+        self._model = module
+        self._copy = _copy_of(module)
         self._weights, self._means = _averaged_tensors(module), _averaged_tensors(self._copy)
         self._copy.requires_grad_(False)
         self._outdated = False  # whether the buffers that are only copied have changed
@@ -113,7 +114,8 @@ class Averages:
             forward: how a batch passes through the model.
         """
         update_norms(self._copy, batches, forward)
-        self._stale_norms, self._outdated = False, True
+        self._stale_norms = False
+        self._outdated = True
 
     def weights(self) -> dict[str, Tensor]:
         """The averaged model's ``state_dict``, by the names of the model itself."""
@@ -136,7 +138,8 @@ class Averages:
                 do="launch with resume='never', or with train.weight_averaging as it was",
             )
         load_weights(state["weights"], self._copy, source=source)
-        self.n_averaged, self._outdated = state["n_averaged"], True
+        self.n_averaged = state["n_averaged"]
+        self._outdated = True
 
     def _average(self, share: float) -> None:
         """Give the present weights this share in the mean; the first time they are the mean."""
@@ -181,7 +184,8 @@ class Swa(Averages):
 
     def __init__(self, module: nn.Module, *, start: float, rate: float | None) -> None:
         super().__init__(module)
-        self._start, self._rate = start, rate
+        self._start = start
+        self._rate = rate
         self._has_norms = bool(batch_norms(self._copy))
         _isolate_sync_batch_norms(self._copy)
 

@@ -117,7 +117,9 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Iterable[object], rank: int, ranks: int) -> None:
-        self._rank, self._ranks, self._reason = rank, ranks, ""
+        self._rank = rank
+        self._ranks = ranks
+        self._reason = ""
         self._moments: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
         self._named: dict[str, object] = {}
         for one in callbacks:
@@ -205,7 +207,8 @@ def _check(callback: object, name: str) -> None:
     ]
     unknown = [one for one in found if one not in MOMENTS]
     if isinstance(callback, type):
-        fault, do = f"the callback {callback.__name__} is a class", "pass an object: add ()"
+        fault = f"the callback {callback.__name__} is a class"
+        do = "pass an object: add ()"
     elif several:
         fault = f"{several[0]} of the callback {name} does not take one argument, the state"
         do = f"define it as {several[0]}(self, state): state has epoch, metrics, model and ctx"
@@ -213,7 +216,8 @@ def _check(callback: object, name: str) -> None:
         fault = f"fit never calls {unknown[0]} of the callback {name}"
         do = "rename it"
     elif not found:
-        fault, do = f"the callback {name} has no method that fit calls", "derive from nb.Callback"
+        fault = f"the callback {name} has no method that fit calls"
+        do = "derive from nb.Callback"
     else:
         return
     raise FitError(fault, allowed=", ".join(MOMENTS), do=do)

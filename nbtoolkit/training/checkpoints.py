@@ -368,17 +368,20 @@ class CheckpointManager(SaveTimes):
         # Which call of fit in the training function this is, from 1.
         number = _fits[ctx] = _fits.get(ctx, 0) + 1
         folder = ctx.paths.checkpoints
-        self._ctx, self._settings = ctx, config.checkpoint
+        self._ctx = ctx
+        self._settings = config.checkpoint
         self._store = CheckpointStore(
             folder if number == 1 else folder / f"fit-{number}", keep=config.checkpoint.keep_last
         )
         self._writer = AsyncCheckpointWriter(self._store, ctx.note_saved)
-        self._state_copy, self._weights_copy = HostCopy(), HostCopy()
+        self._state_copy = HostCopy()
+        self._weights_copy = HostCopy()
         self._best: _BestWeights | None = None
         self._writing: _BestWeights | None = None
         self._best_weights: State | None = None  # as long as this process has them
         self._position = (-1, -1)  # step and epoch of the last state that was written
-        self._best_written_at, self._state_bytes = 0.0, 0
+        self._best_written_at = 0.0
+        self._state_bytes = 0
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -502,7 +505,8 @@ class CheckpointManager(SaveTimes):
         self._state_bytes = state
         if not self.enabled or not self._ctx.is_main:
             return
-        folder, kept = self._ctx.paths.folder, self._settings.keep_last
+        folder = self._ctx.paths.folder
+        kept = self._settings.keep_last
         needed = (kept + 1) * state + 2 * weights
         free = free_space(folder)
         if needed > free:
@@ -549,7 +553,9 @@ class CheckpointManager(SaveTimes):
         if self._best is None or (not now and time.monotonic() - self._best_written_at < pause):
             return
         self._finish()
-        self._writing, self._best, self._best_written_at = self._best, None, time.monotonic()
+        self._writing = self._best
+        self._best = None
+        self._best_written_at = time.monotonic()
         self._writer.put("best", *self._writing)
 
     def _finish(self) -> None:
@@ -579,7 +585,8 @@ class AsyncCheckpointWriter:
     """
 
     def __init__(self, store: CheckpointStore, on_saved: Callable[[Path, int, Kind], None]) -> None:
-        self._store, self._on_saved = store, on_saved
+        self._store = store
+        self._on_saved = on_saved
         self._thread: threading.Thread | None = None
         self._failure: tuple[Kind, Exception] | None = None
         self.seconds = 0.0
@@ -617,7 +624,8 @@ class AsyncCheckpointWriter:
 
     def failure(self) -> tuple[Kind, Exception] | None:
         """The failed write since the last call, with its error; None: there was none."""
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         return failure
 
 

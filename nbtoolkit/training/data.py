@@ -302,8 +302,11 @@ class SampleSource:
     ) -> None:
         if workers:
             _check_sockets()
-        self._dataset, self._device, self._workers = dataset, device, workers
-        self._make, self._keys = _BatchMaker(dataset, collate, seed), _Keys()
+        self._dataset = dataset
+        self._device = device
+        self._workers = workers
+        self._make = _BatchMaker(dataset, collate, seed)
+        self._keys = _Keys()
         self._loader: DataLoader[Batch] | None = None
 
     def __len__(self) -> int:
@@ -379,15 +382,19 @@ class _BatchMaker:
     def __init__(self, dataset: MapDataset, collate: Collate | None, seed: int) -> None:
         from torch.utils.data import default_collate
 
-        self._dataset, self._collate, self._seed = dataset, collate or default_collate, seed
+        self._dataset = dataset
+        self._collate = collate or default_collate
+        self._seed = seed
         # As a DataLoader does; it could not seed each sample.
         self._load_many = getattr(dataset, "__getitems__", None)
-        self._first, self._draws = True, False
+        self._first = True
+        self._draws = False
 
     def __call__(self, key: _BatchKey) -> Batch:
         if self._draws:
             return self._seeded(key)
-        first, self._first = self._first, False
+        first = self._first
+        self._first = False
         # The whole states only once: NumPy takes as long for them as a batch for its samples.
         with isolated() if first else nullcontext():
             before = GeneratorStates.now()
@@ -416,7 +423,9 @@ class _BatchMaker:
             with noted(f"while loading the samples {indices} of the data set"):
                 samples: list[Sample] = self._load_many(indices)
                 return samples
-        samples, dataset, index = [], self._dataset, 0
+        samples = []
+        dataset = self._dataset
+        index = 0
         try:
             for index in indices:
                 samples.append(dataset[index])
@@ -448,11 +457,15 @@ def _type_in_batches(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 def _blocks(sizes: Sequence[int], rows: int) -> Iterator[tuple[int, list[int]]]:
     """Group consecutive batches to blocks of at most ``rows`` rows (or one batch): start, sizes."""
-    start, group, size_of_group = 0, list[int](), 0
+    start = 0
+    group = list[int]()
+    size_of_group = 0
     for size in sizes:
         if group and size_of_group + size > rows:
             yield start, group
-            start, group, size_of_group = start + size_of_group, [], 0
+            start = start + size_of_group
+            group = []
+            size_of_group = 0
         group.append(size)
         size_of_group += size
     if group:

@@ -136,7 +136,8 @@ class Validator:
         collate: Collate | None,
         model: torch.nn.Module,
     ) -> None:
-        self._ctx, self._metrics = ctx, metrics
+        self._ctx = ctx
+        self._metrics = metrics
         self._loader: Iterable[tuple[Batch, int]] | None = None
         if data is not None:
             workers = config.train.num_workers
@@ -155,7 +156,8 @@ class Validator:
         """
         if self._loader is None:
             return {}
-        ctx, given = self._ctx, train_step.loss
+        ctx = self._ctx
+        given = train_step.loss
         meter = Meter(self._metrics, ctx.device, ranks=ctx.world_size, loss=given)
         train_step.broadcast_buffers()
         train_step.module.eval()
@@ -213,7 +215,8 @@ def predict(
         name="prediction",
         model=model,
     )
-    rows, forward = Rows(), step or forward_inputs
+    rows = Rows()
+    forward = step or forward_inputs
     with evaluation_mode(ctx, model) as module:
         for batch, samples in loader:
             try:

@@ -223,10 +223,15 @@ class _Training:
         checkpoints: CheckpointManager,
         callbacks: Callbacks,
     ) -> None:
-        self._ctx, self._config, self._loader = ctx, config, loader
-        self._callbacks, self._epoch = callbacks, 0
-        self._train_step, self._checkpoints = train_step, checkpoints
-        self._state, self._logger = TrainState(ctx, config), MetricLogger(ctx)
+        self._ctx = ctx
+        self._config = config
+        self._loader = loader
+        self._callbacks = callbacks
+        self._epoch = 0
+        self._train_step = train_step
+        self._checkpoints = checkpoints
+        self._state = TrainState(ctx, config)
+        self._logger = MetricLogger(ctx)
         self._resumable = Resumable(
             train_step=train_step,
             progress=self._state,
@@ -239,7 +244,8 @@ class _Training:
             },
         )
         self._watch = Watch(ctx, checkpoints)
-        self._window, self._clock = LossWindow(), StepClock(ctx, train_step.model)
+        self._window = LossWindow()
+        self._clock = StepClock(ctx, train_step.model)
         if ctx.records_inexact and ctx.is_main:
             inexact = inexact_layers(train_step.module)
             if config.train.loss_reduction == "batch":
@@ -264,12 +270,17 @@ class _Training:
 
     def train_epoch(self) -> None:
         """Do the remaining optimizer steps of an epoch."""
-        ctx, train_step, state, window = self._ctx, self._train_step, self._state, self._window
-        epoch, before = state.epoch + 1, train_step.steps_done - state.taken
+        ctx = self._ctx
+        train_step = self._train_step
+        state = self._state
+        window = self._window
+        epoch = state.epoch + 1
+        before = train_step.steps_done - state.taken
         if not state.taken:
             seed_rank(ctx.device, ctx.seed, "epoch", epoch, ctx.rank)
         train_step.module.train()
-        watch, log_every = self._watch, self._config.tracking.log_every_n_steps
+        watch = self._watch
+        log_every = self._config.tracking.log_every_n_steps
         self._epoch = epoch
         self._moment("on_train_epoch_start")
         each_step = self._callbacks.have("on_train_batch_end")
@@ -300,7 +311,9 @@ class _Training:
 
     def end_epoch(self, validator: Validator) -> None:
         """Validate, keep the best weights, save a due checkpoint, report; may raise RunStopped."""
-        train_step, state, checkpoints = self._train_step, self._state, self._checkpoints
+        train_step = self._train_step
+        state = self._state
+        checkpoints = self._checkpoints
         strategy = train_step.strategy
         self._update_averages()
         state.values = {"train_loss": state.train_loss}
@@ -329,7 +342,8 @@ class _Training:
 
     def finish(self) -> dict[str, float]:
         """Load the weights that ``checkpoint.weights`` says; returns the values of ``fit``."""
-        train_step, state = self._train_step, self._state
+        train_step = self._train_step
+        state = self._state
         if train_step.evaluated_module is not train_step.module:
             train_step.module.load_state_dict(train_step.evaluated_module.state_dict())
         if state.ends_with_best:
@@ -349,7 +363,8 @@ class _Training:
         """Call the callbacks that have this method; returns the metrics that they add."""
         if not self._callbacks.have(moment):
             return {}
-        step, callbacks = self._train_step, self._callbacks
+        step = self._train_step
+        callbacks = self._callbacks
         state = FitState(
             self._epoch,
             step.steps_done,
@@ -367,7 +382,9 @@ class _Training:
         Raises:
             LossNotFinite: a loss is not finite.
         """
-        train_step, window, logger = self._train_step, self._window, self._logger
+        train_step = self._train_step
+        window = self._window
+        logger = self._logger
         losses = window.values()  # waits for the device
         steps = sum(micro_batch.last for micro_batch in window.micro_batches)
         result = sync_ranks(
@@ -380,7 +397,8 @@ class _Training:
         )
         self._clock.add([own[:-1] for own in result.own])
         memory = [own[-1] for own in result.own]
-        micro_batches, log_points = window.micro_batches, window.log_points
+        micro_batches = window.micro_batches
+        log_points = window.log_points
         window.clear()
         if not result.finite:
             self._refuse_losses(losses, micro_batches)  # returns if fp16 has skipped the steps
@@ -404,13 +422,16 @@ class _Training:
 
     def _refuse_losses(self, losses: list[float], micro_batches: list[MicroBatch]) -> None:
         """Find the step and the samples of a loss that is not finite; a collective."""
-        train_step, state = self._train_step, self._state
+        train_step = self._train_step
+        state = self._state
         step = train_step.steps_done - sum(micro_batch.last for micro_batch in micro_batches)
-        index, step_losses = state.taken - (train_step.steps_done - step), []
+        index = state.taken - (train_step.steps_done - step)
+        step_losses = []
         for loss, micro_batch in zip(losses, micro_batches, strict=True):
             if micro_batch.samples:
                 step_losses.append(StepLoss(step + 1, state.epoch + 1, index, loss))
-            step, index = step + micro_batch.last, index + micro_batch.last
+            step = step + micro_batch.last
+            index = index + micro_batch.last
         raise_if_not_finite(
             self._ctx,
             step_losses,

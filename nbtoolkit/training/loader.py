@@ -57,7 +57,8 @@ def make_train_loader(
             ``train.drop_last``; a stream of unknown length has no ``train.max_steps``.
     """
     smallest = 1 if model is None else smallest_share(model)
-    batch, data = ctx.plan.global_batch_size, feed.data
+    batch = ctx.plan.global_batch_size
+    data = feed.data
     if feed.batch_size not in (None, batch):
         ctx.print(
             f"fit: an optimizer step takes train.batch_size = {batch} samples, not the "
@@ -158,7 +159,8 @@ class MapTrainLoader:
         passes = self._passes
         first = passes.count_micro_batches(skip)
         last = None if limit is None else passes.count_micro_batches(skip + limit)
-        micro_batches, sizes = passes.micro_batches[first:last], passes.sizes[first:last]
+        micro_batches = passes.micro_batches[first:last]
+        sizes = passes.sizes[first:last]
         indices = passes.indices(self._draw(epoch))[sum(passes.sizes[:first]) :]
         batches = self._source.batches(indices, sizes, epoch=epoch)
         return zip(batches, micro_batches, strict=True)
@@ -215,9 +217,12 @@ class StreamTrainLoader:
         from torch.utils.data import default_collate
 
         self.order = ""
-        self._passes, self._device, self._seed = passes, device, seed
+        self._passes = passes
+        self._device = device
+        self._seed = seed
         self._name = name
-        self._data, self._collate = cast("Iterable[Sample]", data), collate or default_collate
+        self._data = cast("Iterable[Sample]", data)
+        self._collate = collate or default_collate
         self._length = stream_length(data)
         self._lengths: dict[int, int] = {}  # epoch -> its samples, once all are read
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1

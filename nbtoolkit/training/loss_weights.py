@@ -60,7 +60,8 @@ class ClassLoss(NamedTuple):
 
     def divides_as(self, other: ClassLoss) -> bool:
         """Whether both divide by the same weights in every batch; waits for the device."""
-        ours, theirs = self.class_weights, other.class_weights
+        ours = self.class_weights
+        theirs = other.class_weights
         return (
             self.ignore_index == other.ignore_index
             and (ours is None) == (theirs is None)
@@ -98,7 +99,8 @@ class WeightSums(TorchFunctionMode):
         # With probabilities as targets torch divides by the samples.
         if legacy or call.get("reduction", "mean") != "mean" or call["target"].is_floating_point():
             return func(*args, **kwargs)
-        target, class_weights = call["target"], call.get("weight")
+        target = call["target"]
+        class_weights = call.get("weight")
         ignored = call.get("ignore_index", TORCHS_IGNORED)
         weight = _sum_of_weights(target, class_weights, ignored)
         total = func(**{**call, "reduction": "sum"})

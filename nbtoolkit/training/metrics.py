@@ -165,7 +165,8 @@ def check_accuracy(metrics: Mapping[str, Metric], targets: Labels | None) -> Non
     of_classes += [one.name for one in named if one.takes != "numbers"]
     if targets is None or not of_classes:
         return
-    labels, shape = torch.as_tensor(targets), tuple(targets.shape)
+    labels = torch.as_tensor(targets)
+    shape = tuple(targets.shape)
     in_one_column = len(shape) == 1 or shape[1:] == (1,)  # of more they may be probabilities
     if in_one_column and labels.is_floating_point() and bool((labels != labels.floor()).any()):
         why = f"the targets are not classes but other numbers (of shape {shape})"
@@ -293,7 +294,8 @@ class Meter:
                 self._functions[name] = partial(count_correct, loss=loss)
             else:
                 self._functions[name] = metric
-        self._device, self._ranks = device, ranks
+        self._device = device
+        self._ranks = ranks
         self._sums: list[Tensor] = []
 
     def add(self, loss: BatchLoss, outputs: Batch, targets: Batch, samples: int) -> None:
@@ -346,7 +348,8 @@ class Meter:
         if self._ranks > 1:
             dist.all_reduce(sums)
         loss, weight, *numbers = sums.tolist()
-        totals, weights = numbers[: len(self._functions)], numbers[len(self._functions) :]
+        totals = numbers[: len(self._functions)]
+        weights = numbers[len(self._functions) :]
         means = {
             name: total / weight if weight else 0.0
             for name, total, weight in zip(self._functions, totals, weights, strict=True)
@@ -447,7 +450,8 @@ class _WholeSetMetric:
     """A function of all samples: keeps their outputs and targets on the CPU."""
 
     def __init__(self, metric: EpochMetric) -> None:
-        self._metric, self._rows = metric, Rows()
+        self._metric = metric
+        self._rows = Rows()
 
     def add(self, outputs: Batch, targets: Batch, samples: int) -> None:
         self._rows.add((outputs, targets), samples)
@@ -507,7 +511,8 @@ def _is_torchmetric(metric: object) -> bool:
 @contextmanager
 def _merged_states(metric: TorchMetric, states: Sequence[MetricState]) -> Iterator[None]:
     """Give ``metric`` the states of all ranks inside a block, without collectives of its own."""
-    own, available = dict(metric.metric_state), metric.distributed_available_fn
+    own = dict(metric.metric_state)
+    available = metric.distributed_available_fn
     metric.distributed_available_fn = lambda: False
     for name, value in _merge(metric, states).items():
         setattr(metric, name, value)

@@ -344,7 +344,8 @@ def _is_layer(parent: nn.Module, child: nn.Module) -> bool:
     import torch
 
     lists = (torch.nn.ModuleList, torch.nn.ModuleDict)
-    grandchildren, weights = list(child.children()), list(child.parameters())
+    grandchildren = list(child.children())
+    weights = list(child.parameters())
     if not grandchildren or not weights or isinstance(child, lists):
         return False
     if type(child) is not torch.nn.Sequential:
@@ -385,12 +386,14 @@ def _frozen_statistics(norms: list[BatchNorm]) -> Iterator[None]:
     """
     saved = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
+        norm.momentum = 0.0
+        norm.num_batches_tracked = None
     try:
         yield
     finally:
         for norm, momentum, batches in saved:
-            norm.momentum, norm.num_batches_tracked = momentum, batches
+            norm.momentum = momentum
+            norm.num_batches_tracked = batches
 
 
 # --- gradient compression ---

@@ -125,7 +125,8 @@ class Passes:
 
         even = self.size - self.size % self.batch
         steps = order[:even].view(-1, self.ranks, self.batch // self.ranks)
-        slices, rest = steps[:, self.rank].reshape(-1), order[even : even + self._rest]
+        slices = steps[:, self.rank].reshape(-1)
+        rest = order[even : even + self._rest]
         low, high = self._share_of_rest(self.rank)
         stand_ins = [one.rows for one in self._uneven_step() if not one.samples]
         return torch.cat([slices, rest[low:high], *(rest[:rows] for rows in stand_ins)])
@@ -142,7 +143,8 @@ class Passes:
     @property
     def _avoids_single(self) -> bool:
         """Whether the last, smaller step can be divided into parts of two samples or more."""
-        rest, micro = self._rest, self.micro
+        rest = self._rest
+        micro = self.micro
         possible = rest > 1 and (micro > 2 or (micro == 2 and rest % 2 == 0))
         return self.smallest == 2 and possible
 
@@ -163,9 +165,11 @@ class Passes:
         Every rank has as many as the rank with the most samples: a model's forward pass may hold
         collectives (SyncBatchNorm).
         """
-        rest, micro_batches = self._rest, []
+        rest = self._rest
+        micro_batches = []
         shares = [high - low for low, high in map(self._share_of_rest, range(self.ranks))]
-        number, left = -(-max(shares) // self.micro), shares[self.rank]
+        number = -(-max(shares) // self.micro)
+        left = shares[self.rank]
         for i in range(number):
             samples = min(self.micro, left)
             if self._avoids_single and left - samples == 1:

@@ -174,7 +174,8 @@ class TrainStep:
     def __init__(
         self, ctx: RunContext, config: Config, model: nn.Module, recipe: Recipe, *, steps: int
     ) -> None:
-        self.steps, self.steps_done = steps, 0
+        self.steps = steps
+        self.steps_done = 0
         kind = Fsdp if ctx.plan.strategy == "fsdp" else Strategy
         self.strategy = kind(ctx, config)
         self.module = prepare_model(ctx, config, model)
@@ -199,7 +200,8 @@ class TrainStep:
         self._named = {name: weight for name, weight in named if weight.requires_grad}
         self._loss_parameters = [*loss_parameters(self.module, self.loss_module).values()]
         self._parameters = [*self._named.values(), *self._loss_parameters]
-        self._ranks, self._compiled = ctx.world_size, config.train.compile
+        self._ranks = ctx.world_size
+        self._compiled = config.train.compile
         self._device = ctx.device
         distributed = config.distributed
         may_be_unused = distributed.find_unused_parameters or distributed.static_graph
@@ -254,7 +256,8 @@ class TrainStep:
                 used in a step of several ranks, or the model cannot be compiled. The user's own
                 errors pass, with a note of the step.
         """
-        training_pass.samples, training_pass.whole_batch = micro_batch.samples, False
+        training_pass.samples = micro_batch.samples
+        training_pass.whole_batch = False
         try:
             if micro_batch.last:
                 loss = self._pass(batch, micro_batch)
@@ -384,7 +387,8 @@ class TrainStep:
                 check_shapes(computed.outputs, computed.targets, computed.returned)
             with self._autocast:
                 reduced_loss.check(computed, micro_batch.samples, self._ranks, self._targets)
-            self._first_pass, self._targets = False, None
+            self._first_pass = False
+            self._targets = None
             if not reduced_loss.records:
                 computed = computed._replace(calls=())
         return reduced_loss.reduce(computed, micro_batch.rows)
@@ -406,7 +410,8 @@ class TrainStep:
                 return Computed(outputs, targets, self.loss(outputs, targets))
             from nbtoolkit.training.loss_weights import WeightSums
 
-            weights, reduced_loss = WeightSums(), self.reduced_loss
+            weights = WeightSums()
+            reduced_loss = self.reduced_loss
             # A compiler would have to trace what a function mode does.
             in_forward = reduced_loss.in_forward is not False and not self._compiled
             with weights if in_forward else nullcontext():
@@ -428,7 +433,8 @@ class TrainStep:
 
         If the loss is a mean over weights, :meth:`_optimize` divides by the weights of the step.
         """
-        samples, factor = micro_batch.samples, micro_batch.weight
+        samples = micro_batch.samples
+        factor = micro_batch.weight
         alone = micro_batch.last and self._ranks == 1 and not self._weights
         if self._divides_by_weights(loss) and samples and not alone:
             weight = self._weights.add(loss, samples)

@@ -54,7 +54,9 @@ class Strategy:
     gathers = False
 
     def __init__(self, ctx: RunContext, config: Config) -> None:
-        self._ctx, self._config, self._ranks = ctx, config, ctx.world_size
+        self._ctx = ctx
+        self._config = config
+        self._ranks = ctx.world_size
 
     def wrap(self, module: nn.Module, *, steps: int) -> nn.Module:
         """Return the model as a training step calls it; called once, before the optimizer is made.
@@ -555,7 +557,8 @@ def _mesh(ctx: RunContext) -> DeviceMesh:
     """Return the ranks in one row; or, as replicas of shards, in one row per replica."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    replicas, names = ctx.plan.fsdp["replicas"], ("replicas", "shards")
+    replicas = ctx.plan.fsdp["replicas"]
+    names = ("replicas", "shards")
     if replicas == 1:
         return init_device_mesh(ctx.device.type, (ctx.world_size,), mesh_dim_names=names[1:])
     shape = replicas, ctx.world_size // replicas

@@ -96,7 +96,8 @@ class LossWindow:
 
     def add_log_point(self, train_step: TrainStep) -> None:
         """Log the optimizer step that was just done, at the next synchronisation."""
-        now, steps = time.perf_counter(), train_step.steps_done
+        now = time.perf_counter()
+        steps = train_step.steps_done
         self.log_points.append(
             LogPoint(steps, len(self.losses), train_step.rate, train_step.grad_norm, now)
         )
@@ -109,7 +110,9 @@ class LossWindow:
 
     def clear(self) -> None:
         """Start a new window."""
-        self.losses, self.micro_batches, self.log_points = [], [], []
+        self.losses = []
+        self.micro_batches = []
+        self.log_points = []
 
     def sums(self, values: list[float]) -> list[LossSum]:
         """The sums of the losses, see :attr:`SyncResult.sums`.
@@ -279,7 +282,9 @@ STRAGGLER = 1.1
 # steps, what a rank loads, compiles or shares with other processes once would count.
 JUDGED_SECONDS = 60.0
 _ALWAYS_SAMPLED = 10  # DDP records each of the first ten steps
-_SAMPLE_RATE, _CPU_SAMPLE_RATE = 100, 10  # then every hundredth (torch's default), or tenth
+# then every hundredth (torch's default), or tenth
+_SAMPLE_RATE = 100
+_CPU_SAMPLE_RATE = 10
 
 
 class RankTime(NamedTuple):

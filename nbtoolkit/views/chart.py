@@ -28,7 +28,11 @@ PALETTE = (RUNNING, "#009e73", "#8a63d2", "#a07800", "#c44e9b", "#0f8f9f", "#b56
 Mark = Literal["line", "dashed", "steps", "dots", "crosses", "ring"]
 
 _SIZE = (330, 180)  # units of a view box; a card is 300 to 500 pixels wide
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 10, 8, 32  # margins for ticks and names
+# margins for ticks and names
+_LEFT = 50
+_RIGHT = 10
+_TOP = 8
+_BOTTOM = 32
 _NAME = 40  # characters of a name
 _MOST = 400  # points of a series: a chart shows no more
 
@@ -117,7 +121,8 @@ def _described(lines: Sequence[Series]) -> str:
     """Put the series of an entry of the legend into words: how a line runs, where marks lie."""
     points = [point for line in lines for point in _finite(line)]
     values = [value for _, value, _ in points]
-    name, mark = lines[-1].name, lines[-1].mark
+    name = lines[-1].name
+    mark = lines[-1].mark
     if mark == "crosses":  # of trials that failed, they lie on the edge, not at their value
         return f"{len(points)} {name}"
     if len(points) == 1:
@@ -151,18 +156,23 @@ class _Scale:
         log = axis.log and low > 0 and high > low
         if not high > low:
             margin = abs(low) * 0.05 or 0.5
-            low, high = low - margin, high + margin
+            low = low - margin
+            high = high + margin
         elif not log and axis.low is None and axis.high is None and not axis.integer:
             margin = (high - low) * 0.04
-            low, high = low - margin, high + margin
+            low = low - margin
+            high = high + margin
         return cls(axis, low, high, start, end, log)
 
     def at(self, value: float) -> float:
         """The position of a value; of one outside of the axis, its edge."""
         value = min(max(value, self.low), self.high)
-        low, high = self.low, self.high
+        low = self.low
+        high = self.high
         if self.log:
-            value, low, high = math.log(value), math.log(low), math.log(high)
+            value = math.log(value)
+            low = math.log(low)
+            high = math.log(high)
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
     def outside(self, value: float) -> bool:
@@ -182,7 +192,8 @@ class _Scale:
         return [(value, f"{value:.4g}") for value in values or self._round(most)]
 
     def _powers(self, most: int) -> list[float]:
-        first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
+        first = math.ceil(math.log10(self.low))
+        last = math.floor(math.log10(self.high))
         powers = [10.0**power for power in range(first, last + 1)]
         return powers[:: -(-len(powers) // most)] if len(powers) > 1 else []
 
@@ -191,12 +202,15 @@ class _Scale:
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
         step = max(step, 1.0) if self.axis.integer else step
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
         return [multiple * step for multiple in range(first, last + 1)]
 
 
 def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
-    left, right, floor = across.start, across.end, up.start
+    left = across.start
+    right = across.end
+    floor = up.start
     for value, text in up.ticks(4):
         y = up.at(value)
         yield (

@@ -185,7 +185,8 @@ class RunsReport:
     """
 
     def __init__(self, folder: Path, runs: Sequence[State]) -> None:
-        self.folder, self.runs = folder, list(runs)
+        self.folder = folder
+        self.runs = list(runs)
 
     @property
     def sections(self) -> list[ReportSection]:

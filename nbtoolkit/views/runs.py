@@ -100,7 +100,8 @@ def _result(folder: Path, written: float) -> tuple[str, list[str]]:
         return "interrupted", []
     if ended.error is not None:
         return "failed", [shortened(ended.error, _TITLE)]
-    summary, values = ended.summary, number_values(ended.metrics)
+    summary = ended.summary
+    values = number_values(ended.metrics)
     progress = []
     if isinstance(scores := summary.get("scores"), dict):
         progress = [f"{summary.get('complete')}/{summary.get('folds')} folds"]

@@ -78,7 +78,8 @@ class State:
     ) -> None:
         self.paths = paths
         self.kind: Kind = kind_of(opening_event(paths))
-        self.metric, self.direction = "value", "maximize"
+        self.metric = "value"
+        self.direction = "maximize"
         self.table: SweepTable | FoldTable | None = None
         if self.kind != "run":
             is_sweep = self.kind == "sweep"
@@ -127,7 +128,8 @@ class State:
                 self._settings_written = written
                 sweep_config = read_sweep_config(self.paths.folder)
                 self.table.configure(sweep_config)
-                self.metric, self.direction = sweep_config.metrics[0], sweep_config.directions[0]
+                self.metric = sweep_config.metrics[0]
+                self.direction = sweep_config.directions[0]
                 space = sweep_config.space.to_dict()
                 self.space = {name: expand(parameter) for name, parameter in space.items()}
 
@@ -262,9 +264,11 @@ class State:
         if self.first_report or self._logged_at or self.trials:
             return ""
         waited = duration(max((time.time() if now is None else now) - self.began, 0.0))
-        doing, spans = "", self.spans()
+        doing = ""
+        spans = self.spans()
         if self.kind == "run":
-            phases, ranks = set(self.phases.values()), len(self.phases)
+            phases = set(self.phases.values())
+            ranks = len(self.phases)
             if phases and "started" not in phases:
                 doing = "rank 0" if ranks == 1 else f"{ranks} ranks"
                 doing += " loading the function" if "group" in phases else " ready"
@@ -279,7 +283,8 @@ class State:
         """Of a single run, as far as known: ``epoch`` or ``step``, ``samples/s``, ``steps/s``."""
         found: dict[str, str] = {}
         if self.last_report is not None:
-            last, total = number(self.last_report[1]), self.total_steps()
+            last = number(self.last_report[1])
+            total = self.total_steps()
             found["epoch" if total else "step"] = f"{last}/{total}" if total else last
         if samples := self.logged.get("samples_per_second"):
             found["samples/s"] = number(samples[-1][1])
@@ -458,7 +463,8 @@ class State:
         else:
             self.restarts.append(event.restarted_after)
         self.first_began = event.t if self.first_began is None else self.first_began
-        self.config, self.plan = event.config, event.plan
+        self.config = event.config
+        self.plan = event.plan
         self._logged_at.clear()
         self.began = event.t
         self.ended = None

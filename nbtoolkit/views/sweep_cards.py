@@ -31,9 +31,14 @@ if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
 
-_LINES, _SELECTED = 200, 50  # learning curves; above that so many of the best and the newest
+# learning curves; above that so many of the best and the newest
+_LINES = 200
+_SELECTED = 50
 _LINE_POINTS = 4000  # points of all learning curves together
-_SLICES, _COMPLETE, _OTHERS = 8, 100, 40  # slices, and the trials of each
+# slices, and the trials of each
+_SLICES = 8
+_COMPLETE = 100
+_OTHERS = 40
 _PAIRS = 3  # charts of two objectives
 _FENCE = 3.0  # interquartile ranges: https://en.wikipedia.org/wiki/Outlier#Tukey's_fences
 _DOTS = 200  # marks of a state

@@ -152,7 +152,8 @@ class TrialPage:
 def trial_page(state: State, chosen: View = EVERYTHING, now: float | None = None) -> TrialPage:
     """Return the page of a sweep's table that was chosen; ``now``: unix seconds."""
     trials = ordered(state, chosen)
-    count, pages = len(trials), max(-(-len(trials) // ROWS), 1)
+    count = len(trials)
+    pages = max(-(-len(trials) // ROWS), 1)
     first = min(max(chosen.page, 0), pages - 1) * ROWS
     shown = trials[first : first + ROWS]
     text = f"{first + 1} to {min(first + ROWS, count)} of {count}" if count else "none"
@@ -202,7 +203,8 @@ def _bars(values: Sequence[float | None], direction: str) -> list[float | None]:
     if len(known) < 2 or min(known) == max(known):
         return [None] * len(values)
     best, worst = (max, min) if direction == "maximize" else (min, max)
-    far, near = worst(known), best(known)
+    far = worst(known)
+    near = best(known)
     return [v if v is None else _BAR + (1 - _BAR) * (v - far) / (near - far) for v in values]
 
 

@@ -56,7 +56,8 @@ class JobSpan:
 
     def finish(self, at: float, state: str) -> None:
         """Note its end."""
-        self.end, self.state = max(at, self.begin), state
+        self.end = max(at, self.begin)
+        self.state = state
 
 
 def rows_of(spans: Sequence[JobSpan], now: float) -> list[list[JobSpan]]:

@@ -151,7 +151,8 @@ def pack_error(error: BaseException, depth: int = 0) -> PackedError:
     trace = error.__traceback__
     printed = traceback.format_exception(type(error), error, trace) if depth == 0 else []
     inner = depth < _MAX_CHAIN
-    cause, context = error.__cause__, error.__context__
+    cause = error.__cause__
+    context = error.__context__
     return PackedError(
         type=type_name(error),
         text=error_text(error),

@@ -51,13 +51,15 @@ def pack_traceback(trace: types.TracebackType | None) -> list[PackedFrame]:
 def _pack_frame(trace: types.TracebackType) -> PackedFrame:
     code = trace.tb_frame.f_code
     line = trace.tb_lineno or code.co_firstlineno  # None: of an instruction without a line
-    end_line, columns = line, (-1, -1)
+    end_line = line
+    columns = (-1, -1)
     if sys.version_info >= (3, 11):
         # An instruction has two bytes.
         positions = itertools.islice(code.co_positions(), trace.tb_lasti // 2, None)
         first, last, start, end = next(positions, (None, None, None, None))
         if first == line and last is not None and start is not None and end is not None:
-            end_line, columns = last, (start, end)
+            end_line = last
+            columns = (start, end)
     return PackedFrame(
         file=code.co_filename,
         module=trace.tb_frame.f_globals.get("__name__", ""),
@@ -89,7 +91,8 @@ def _entry(frame: PackedFrame, inner: types.TracebackType | None) -> types.Trace
     function.lineno = function.end_lineno = frame["first_line"]
     for node in ast.walk(function.body):
         if isinstance(node, ast.expr):
-            node.lineno, node.end_lineno = frame["line"], frame["end_line"]
+            node.lineno = frame["line"]
+            node.end_lineno = frame["end_line"]
             node.col_offset, node.end_col_offset = frame["columns"]
     code: types.CodeType = eval(compile(tree, "<rebuilt>", "eval")).__code__
     name = frame["function"]

@@ -39,7 +39,8 @@ class Shares:
     """
 
     def __init__(self, rank: int, ranks: int, expected: str | None = None) -> None:
-        self._rank, self._ranks = rank, ranks
+        self._rank = rank
+        self._ranks = ranks
         self.expected = expected
         self.divided: deque[str | None] = deque()
 
@@ -85,7 +86,8 @@ class Shares:
                 continue
             if ready:
                 yield ready
-            ready, rest = rest, []
+            ready = rest
+            rest = []
         if ready or rest:
             yield ready + rest
 

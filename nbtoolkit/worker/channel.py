@@ -53,7 +53,8 @@ class SupervisorChannel:
     def __init__(
         self, connection: Connection, telemetry: Connection, *, async_reports: bool
     ) -> None:
-        self._connection, self._telemetry = connection, telemetry
+        self._connection = connection
+        self._telemetry = telemetry
         self.async_reports = async_reports
         self._asking = threading.Lock()
         self._stop_pending = False
@@ -130,7 +131,8 @@ class RecordChannel:
     async_reports = False
 
     def __init__(self, record: RunRecord) -> None:
-        self.record, self.signal_flag = record, SignalFlag()
+        self.record = record
+        self.signal_flag = SignalFlag()
         self._looked = time.monotonic()
 
     def send(self, message: messages.Statement) -> None:
@@ -240,11 +242,14 @@ def heartbeat(channel: Channel, ranks: int) -> Iterator[None]:
     if ranks == 1:
         yield
         return
-    ended, sent = threading.Event(), messages.CollectivesStarted(count=0)
+    ended = threading.Event()
+    sent = messages.CollectivesStarted(count=0)
 
     def send() -> None:
         nonlocal sent
-        count, where, stack = started_collectives(), "", list[str]()
+        count = started_collectives()
+        where = ""
+        stack = list[str]()
         # In a collective that began before the last look: most take less than a second.
         if count == sent.count:
             where, stack = waiting_place()

@@ -45,7 +45,8 @@ def new_gloo_group(timeout: float | None = None) -> ProcessGroup:
 @contextmanager
 def without_gloo_lines() -> Iterator[None]:
     """Remove gloo's lines from the block's stdout, which is written at the end of the block."""
-    stdout, held = os.dup(1), os.memfd_create("stdout")
+    stdout = os.dup(1)
+    held = os.memfd_create("stdout")
     os.dup2(held, 1)
     try:
         yield

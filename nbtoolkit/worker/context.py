@@ -73,11 +73,16 @@ class RunContext:
         local_rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.config, self.plan, self.paths = job.config, job.plan, job.paths
-        self._rank, self.local_rank, self.world_size = rank, local_rank, world_size
+        self.config = job.config
+        self.plan = job.plan
+        self.paths = job.paths
+        self._rank = rank
+        self.local_rank = local_rank
+        self.world_size = world_size
         self.deadline = job.deadline
         self._ends = on_monotonic_clock(job.deadline)
-        self._fold, self._fold_read = job.fold, False
+        self._fold = job.fold
+        self._fold_read = False
         self._params: dict[str, Any] = dict(job.params)
         self.seed: int = job.config.seed
         self._channel = channel
@@ -207,7 +212,8 @@ class RunContext:
         if self._channel.async_reports and not self.stop_requested():
             self._channel.send(MetricsReported(values=values, step=at))
         else:
-            weights, where = self.weights(), _caller()
+            weights = self.weights()
+            where = _caller()
             self._together(
                 messages.ReportRequest(values=values, step=at, weights=weights, where=where)
             )
@@ -361,7 +367,8 @@ class RunContext:
                 cannot be the name of a file, or the disk is full.
             ReportError: another rank did not make this call.
         """
-        path, where = self._checkpoint(kind), _caller()
+        path = self._checkpoint(kind)
+        where = _caller()
         # First wait for all ranks: a late one must not load what is saved now.
         self._together(messages.SaveRequest(where=where))
         if self.plan.strategy == "fsdp":

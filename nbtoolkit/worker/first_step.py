@@ -44,7 +44,8 @@ class FirstStep(TorchFunctionMode):
         super().__init__()
         self._ctx = ctx
         self._active = self._over = False
-        self._samples, self._passes = 1, 0
+        self._samples = 1
+        self._passes = 0
         self._outputs: set[Node] = set()
         self._stepped: set[int] = set()
         self._told: set[str] = set()

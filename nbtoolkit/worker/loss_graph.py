@@ -20,7 +20,8 @@ from torch.autograd.graph import Node
 Shape: TypeAlias = tuple[int, ...]
 
 # torch.nn._reduction.get_enum
-_MEAN, _SUM = 1, 2
+_MEAN = 1
+_SUM = 2
 
 _CLASS_LOSSES = ("NllLossBackward0", "NllLoss2DBackward0")
 _SUMS = ("SumBackward0", "SumBackward1")
@@ -121,7 +122,8 @@ def compared_pairs(loss: Node, outputs: Collection[Node]) -> tuple[Shape, Shape]
         after = _shape(node, 0)
         if node.name() not in _ELEMENTWISE or len(edges) != 1 or len(after) != 2:
             continue
-        before, rows = _shape(*edges[0]), after[0]
+        before = _shape(*edges[0])
+        rows = after[0]
         if rows > 1 and after == (rows, rows) and before in ((rows,), (rows, 1)):
             return before, after
     return None
@@ -129,7 +131,8 @@ def compared_pairs(loss: Node, outputs: Collection[Node]) -> tuple[Shape, Shape]
 
 def _nodes(first: list[Node], stop: Collection[Node] = ()) -> Iterator[Node]:
     """All nodes below ``first``, and these; not those below ``stop``."""
-    pending, seen = [*first], set(first)
+    pending = [*first]
+    seen = set(first)
     while pending:
         node = pending.pop()
         yield node

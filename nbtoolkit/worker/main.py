@@ -138,7 +138,8 @@ def call_function(function: Callable[..., Any], context: RunContext) -> Any:
         if os.getpid() != process:
             end_process(sys.exc_info()[1])
         context.close()
-    packed, path = pack_value(value), context.paths.value(context.rank)
+    packed = pack_value(value)
+    path = context.paths.value(context.rank)
     try:
         # The study has a trial's numbers, and nothing reads its value.
         write_whole(path, packed, durable=not context._params)
@@ -232,7 +233,8 @@ def _set_up_process(job: RankJob, rank: int) -> tuple[Connection, Connection]:
     die_with_parent(signal.SIGKILL)
     tempfile.tempdir = None
     _redirect_output(job.spec.paths, rank)
-    connections, telemetry = job.group.connections, job.group.telemetry
+    connections = job.group.connections
+    telemetry = job.group.telemetry
     for fd in {*connections, *telemetry} - {connections[rank], telemetry[rank]}:
         os.close(fd)
     text_mode()

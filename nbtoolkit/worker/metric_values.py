@@ -24,7 +24,8 @@ def numbers_and_step(
     if step is None:
         step = named.pop("epoch", None)
     if metrics is None and named:
-        metrics, named = named, {}
+        metrics = named
+        named = {}
     if named:
         raise TypeError(
             f"metrics are given as a dict and as keywords ({', '.join(named)})\n"

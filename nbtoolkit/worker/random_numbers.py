@@ -146,7 +146,8 @@ class RankDraws:
     """
 
     def __init__(self, ctx: RunContext) -> None:
-        self._ctx, self._loaders = ctx, 0
+        self._ctx = ctx
+        self._loaders = 0
         self._passes: Counter[tuple[object, ...]] = Counter()
         recorded = ctx.is_main and ctx.world_size > 1 and ctx.records_inexact
         self._log = DrawLog(ctx.paths.inexact) if recorded else None
@@ -203,7 +204,9 @@ class LoaderDraws:
     """
 
     def __init__(self, ctx: RunContext, draws: RankDraws, number: int) -> None:
-        self._ctx, self._draws, self._number = ctx, draws, number
+        self._ctx = ctx
+        self._draws = draws
+        self._number = number
 
     def begin_pass(self, epoch: int) -> None:
         """Seed this rank's generators for a pass over the loader."""
@@ -289,7 +292,8 @@ class _WatchedInit:
     """A ``worker_init_fn`` that records, at the worker's end, which generators have drawn."""
 
     def __init__(self, path: Path, init: Callable[[int], object] | None) -> None:
-        self._path, self._init = path, init
+        self._path = path
+        self._init = init
 
     def __call__(self, worker: int) -> None:
         if self._init is not None:

@@ -108,7 +108,9 @@ class SlicedLoader(DataLoaderShard):  # type: ignore[misc]
 
     def __init__(self, name: str, shares: Shares, steps: EvenSteps, **options: Any) -> None:
         super().__init__(**options)
-        self._name, self._shares, self._steps = name, shares, steps
+        self._name = name
+        self._shares = shares
+        self._steps = steps
 
     def __iter__(self) -> Iterator[object]:
         reading = Reading(self._name, self._shares.expected)
@@ -179,11 +181,13 @@ class RankBatchSampler:
 
     def __init__(self, ctx: RunContext, batches: GlobalBatches) -> None:
         self._draws = ctx.draws.add_loader()
-        self._batches, self._epoch = batches, 0
+        self._batches = batches
+        self._epoch = 0
         self.shares = Shares(ctx.rank, ctx.world_size, batches.uneven(ctx.world_size))
         self._length = batches.slices(ctx.world_size)
         # accelerate reads these.
-        self.batch_size, self.drop_last = (batches.size or 0) // ctx.world_size, False
+        self.batch_size = (batches.size or 0) // ctx.world_size
+        self.drop_last = False
 
     def __len__(self) -> int:
         if self._length is None:
@@ -217,7 +221,8 @@ def global_batches(ctx: RunContext, loader: DataLoader[object], number: int) -> 
     if type(given) is not BatchSampler:
         return GlobalBatches(_drawn_on_rank_0(ctx, given), _length(given))
     sampler: Any = given.sampler
-    size, samples = given.batch_size, _length(sampler)
+    size = given.batch_size
+    samples = _length(sampler)
     if isinstance(sampler, DistributedSampler):
         order, samples = _undivided(sampler, ctx.world_size)
         size *= ctx.world_size
@@ -312,7 +317,9 @@ class RankStream(IterableDataset[object]):
     """
 
     def __init__(self, ctx: RunContext, loader: DataLoader[object]) -> None:
-        self._ranks, self._loader, self._epoch = ctx.world_size, loader, 0
+        self._ranks = ctx.world_size
+        self._loader = loader
+        self._epoch = 0
         self._draws = ctx.draws.add_loader()
         self.shares = Shares(ctx.rank, ctx.world_size)
 

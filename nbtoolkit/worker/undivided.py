@@ -29,7 +29,8 @@ class UndividedLoaders:
         self._warn = warn
         self._seen = self._divided = self._lightning = False
         self._iterate: Callable[[DataLoader[Any]], Iterator[Any]] = DataLoader.__iter__
-        iterate, note = self._iterate, self._note
+        iterate = self._iterate
+        note = self._note
 
         def noted(loader: DataLoader[Any]) -> Iterator[Any]:
             note(loader)
@@ -83,7 +84,8 @@ def _divides(loader: DataLoader[Any]) -> bool:
 
 def _lightning_class() -> str:
     """The class of Lightning, on one rank, that iterates over a loader; "": there is none."""
-    name, frame = "", sys._getframe(2).f_back
+    name = ""
+    frame = sys._getframe(2).f_back
     while frame is not None:
         package, _, module = str(frame.f_globals.get("__name__", "")).partition(".")
         if package in _LIGHTNING:

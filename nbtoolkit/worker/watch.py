@@ -55,8 +55,10 @@ class SaveTimes:
 
     def __init__(self, settings: Checkpoint) -> None:
         self.enabled = settings.enabled
-        self._minutes, self._steps = settings.every_minutes, settings.every_steps
-        self._saved_at, self._last_seconds = time.monotonic(), 0.0
+        self._minutes = settings.every_minutes
+        self._steps = settings.every_steps
+        self._saved_at = time.monotonic()
+        self._last_seconds = 0.0
 
     @property
     def reserve(self) -> float:
@@ -75,7 +77,8 @@ class SaveTimes:
 
     def saved(self, seconds: float = 0.0) -> None:
         """Note that a checkpoint was saved now, and how long it took."""
-        self._saved_at, self._last_seconds = time.monotonic(), seconds
+        self._saved_at = time.monotonic()
+        self._last_seconds = seconds
 
 
 class Watch:
@@ -90,12 +93,14 @@ class Watch:
         self._ctx = ctx
         self.times = SaveTimes(ctx.config.checkpoint) if times is None else times
         self._steps_ahead = 1  # the duration of a step is not known yet
-        self._calls, self._begun = 0, False
+        self._calls = 0
+        self._begun = False
 
     def begin(self, step: int) -> None:
         """Start to watch after ``step`` steps, on all ranks; else :meth:`follow` starts it."""
         self._begun = True
-        self._step, self._since = step, time.monotonic()
+        self._step = step
+        self._since = time.monotonic()
         self._next = step + self._steps_ahead
 
     def follow(self, save: Callable[[], object], step: int | None = None) -> None:

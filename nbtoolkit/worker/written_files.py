@@ -33,7 +33,9 @@ def written_files(folder: Path) -> Iterator[list[str]]:
         _hooked = True
         sys.addaudithook(_on_event)  # for the life of the process; a hook cannot be removed
     files: list[str] = []
-    own, process, save = os.path.join(folder, ""), os.getpid(), torch.save
+    own = os.path.join(folder, "")
+    process = os.getpid()
+    save = torch.save
 
     def note(file: object) -> None:
         if not isinstance(file, (str, os.PathLike)) or os.getpid() != process:

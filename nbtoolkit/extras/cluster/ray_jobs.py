@@ -65,7 +65,8 @@ class Ray:
 
     def state(self, job: Mapping[str, object]) -> JobState:
         """Ask the driver; an actor that is gone has ended."""
-        address, name = job.get("address"), str(job["name"])
+        address = job.get("address")
+        name = str(job["name"])
         ray = _connect(address if isinstance(address, str) else None)
         try:
             driver = ray.get_actor(name, namespace=_NAMESPACE)

@@ -276,7 +276,8 @@ class _TrialRecorder(InProcessRecorder):
 
     def __init__(self, run: ChosenRun, request: Any, driver: Any, key: str) -> None:
         super().__init__(run, request.job, request.notes, CellOutput(run.paths, "off"), None)
-        self._driver, self._key = driver, key
+        self._driver = driver
+        self._key = key
 
     def send(self, message: messages.Statement) -> None:
         super().send(message)

@@ -72,7 +72,8 @@ def lightgbm(
     refuse_ranks(ctx, "LightGBM")
     values, target = _parameters(ctx, params, rounds)
     training = Rounds(ctx, f"{name}.txt", target, every=every)
-    booster, done = None, 0
+    booster = None
+    done = 0
     if training.saved is not None:
         booster = Booster(model_file=training.saved)
         done = booster.current_iteration()
@@ -151,7 +152,8 @@ def xgboost(
     refuse_ranks(ctx, "XGBoost")
     values, target = _parameters(ctx, params, rounds)
     training = Rounds(ctx, f"{name}.ubj", target, every=every)
-    booster, done = None, 0
+    booster = None
+    done = 0
     if training.saved is not None:
         booster = Booster(model_file=training.saved)
         done = booster.num_boosted_rounds()

@@ -145,8 +145,11 @@ class KerasCallback(keras.callbacks.Callback):
 
     def __init__(self, ctx: RunContext, name: str) -> None:
         super().__init__()
-        self._ctx, self._watch, self._name = ctx, Watch(ctx), name
-        self._step, self._epoch = 0, initial_epoch(ctx, name=name)
+        self._ctx = ctx
+        self._watch = Watch(ctx)
+        self._name = name
+        self._step = 0
+        self._epoch = initial_epoch(ctx, name=name)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Load the last checkpoint, and say which back end trains.
@@ -156,8 +159,10 @@ class KerasCallback(keras.callbacks.Callback):
                 of this run has the same name.
         """
         claim_name(self._ctx, self._name)
-        model, state = self.model, recorded_trainings(self._ctx).get(self._name)
-        backend, policy = keras.config.backend(), keras.config.dtype_policy().name
+        model = self.model
+        state = recorded_trainings(self._ctx).get(self._name)
+        backend = keras.config.backend()
+        policy = keras.config.dtype_policy().name
         self._ctx.message(f"Keras {keras.__version__} trains on its back end {backend} in {policy}")
         if state is not None:
             if not model.built:

@@ -60,7 +60,8 @@ def trainer_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) -> 
     if not any(isinstance(one, LightningCallback) for one in callbacks):
         callbacks.append(callback(ctx, name=name))
     on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", ctx.world_size))
-    several, gpu = ctx.world_size > 1, ctx.device.type == "cuda"
+    several = ctx.world_size > 1
+    gpu = ctx.device.type == "cuda"
     arguments = {
         "accelerator": "cuda" if gpu else "cpu",
         "devices": on_this_machine,
@@ -103,7 +104,9 @@ class LightningCallback(Checkpoint):
     """Lightning asks its checkpoint callback for ``ckpt_path="best"``; this keeps the last ones."""
 
     def __init__(self, ctx: RunContext, name: str) -> None:
-        self._ctx, self._watch, self._name = ctx, Watch(ctx), name
+        self._ctx = ctx
+        self._watch = Watch(ctx)
+        self._name = name
         self._step = self._reported = -1
         self._validated = False
 

@@ -42,7 +42,8 @@ class Rounds:
             )
         claim_name(ctx, file)
         ctx.announce([], first_step=every)
-        self._ctx, self._watch = ctx, Watch(ctx)
+        self._ctx = ctx
+        self._watch = Watch(ctx)
         self._last = last
         self._every = every
         self._path = ctx.paths.checkpoints / file

@@ -128,8 +128,10 @@ def fit(
     prefix = "train" if ctx.fold is None and X_valid is None else "val"
     if (fold := ctx.fold) is not None:
         _check_fold(fold, X)
-        X_valid, y_valid = _rows(X, fold.valid_indices), _rows(y, fold.valid_indices)
-        X, y = _rows(X, fold.train_indices), _rows(y, fold.train_indices)
+        X_valid = _rows(X, fold.valid_indices)
+        y_valid = _rows(y, fold.valid_indices)
+        X = _rows(X, fold.train_indices)
+        y = _rows(y, fold.train_indices)
     held_out = (X, y) if X_valid is None else (X_valid, y_valid)
 
     def scores(fitted: Any) -> dict[str, float]:
@@ -217,7 +219,8 @@ def _fit_epochs(
         rounds.do_not_save("pip install skops")
     elif rounds.saved is not None:
         saved = _load(rounds.saved)
-        model, done = saved["model"], saved["epoch"]
+        model = saved["model"]
+        done = saved["epoch"]
     more = {"classes": unique_labels(y)} if is_classifier(model) else {}
     for epoch in range(done + 1, epochs + 1):
         model.partial_fit(X, y, **more)

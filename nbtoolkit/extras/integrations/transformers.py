@@ -50,16 +50,19 @@ def training_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) ->
     """
     check_inside_train(ctx, "training_arguments")
     check_strategy(ctx, "transformers' Trainer")
-    plan, keeps = ctx.plan, ctx.config.checkpoint
+    plan = ctx.plan
+    keeps = ctx.config.checkpoint
     reporters = own.pop("report_to", "none")
     tools: Any = integration_utils  # partly without annotations
     if reporters in ("all", ["all"]):
         reporters = tools.get_available_reporting_integrations()
     others = [reporters] if isinstance(reporters, str) else list(reporters)
     # A name for the Trainer, as "wandb" is one: it makes its callbacks from this table.
-    reporter, folder = "nbtoolkit", ctx.paths.checkpoints
+    reporter = "nbtoolkit"
+    folder = ctx.paths.checkpoints
     if name != "trainer":
-        reporter, folder = f"nbtoolkit-{name}", folder / name
+        reporter = f"nbtoolkit-{name}"
+        folder = folder / name
     tools.INTEGRATION_TO_CALLBACK[reporter] = callback(ctx, name=name)
     evaluates = str(getattr(own.get("eval_strategy"), "value", own.get("eval_strategy", "no")))
     # As the evaluations, which load_best_model_at_end requires; else after each epoch.
@@ -107,7 +110,9 @@ class TransformersCallback(TrainerCallback):
     """
 
     def __init__(self, ctx: RunContext, name: str) -> None:
-        self._ctx, self._watch, self._name = ctx, Watch(ctx), name
+        self._ctx = ctx
+        self._watch = Watch(ctx)
+        self._name = name
         self._leaving: RunStopped | None = None
         self._training = False
 
@@ -202,6 +207,7 @@ class TransformersCallback(TrainerCallback):
         control.should_save = True
 
     def _leave_now(self) -> None:
-        leaving, self._leaving = self._leaving, None
+        leaving = self._leaving
+        self._leaving = None
         if leaving is not None:
             raise leaving

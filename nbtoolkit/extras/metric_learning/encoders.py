@@ -68,7 +68,8 @@ def make_encoder(spec: EncoderSpec, *, pretrained: bool = False) -> nn.Module:
         )
     halvings = max(1, round(math.log2(min(spec.size or (64, 64)) / 4)))
     widths = [min(32 * 2**number, 256) for number in range(halvings + 1)]
-    layers, before = list[nn.Module](), spec.channels
+    layers = list[nn.Module]()
+    before = spec.channels
     for width, stride in zip([*widths, widths[-1]], [1, *[2] * halvings, 1], strict=True):
         convolution = nn.Conv2d(before, width, 3, stride, padding=1, bias=False)
         layers += [convolution, nn.GroupNorm(8, width), nn.ReLU()]
@@ -122,8 +123,10 @@ class Augment:
         """Change an image of shape (channels, height, width)."""
         angle, right, down, larger = (torch.rand(4) * 2 - 1).tolist()
         height, width = image.shape[1:]
-        zoom, turn = 1 + larger * self.scale, math.radians(angle * self.rotate)
-        cosine, sine = math.cos(turn) / zoom, math.sin(turn) / zoom
+        zoom = 1 + larger * self.scale
+        turn = math.radians(angle * self.rotate)
+        cosine = math.cos(turn) / zoom
+        sine = math.sin(turn) / zoom
         rows = [
             [cosine, -sine * height / width, 2 * right * self.shift],
             [sine * width / height, cosine, 2 * down * self.shift],

@@ -147,7 +147,8 @@ def load_images(config: Config) -> Images:
     Raises:
         FitError: they cannot be used.
     """
-    data, side = config.data, config.data.get("size", 64)
+    data = config.data
+    side = config.data.get("size", 64)
     pair = (side, side) if isinstance(side, int) else side and (side[0], side[1])
     options: dict[str, Any] = {"size": pair, "channels": data.get("channels", 3)}
     if "folder" in data:
@@ -175,7 +176,8 @@ def from_folder(
     top = Path(root).expanduser().absolute()
     folders = [path for path in sorted(top.glob("*")) if path.is_dir() and path.name[0] != "."]
     pattern = re.compile(group_pattern or "()")
-    rows, faults = [], [] if folders else [f"{top} has no class"]
+    rows = []
+    faults = [] if folders else [f"{top} has no class"]
     for folder in folders:
         files = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in SUFFIXES]
         if not files:
@@ -280,7 +282,8 @@ def split(
         warnings.simplefilter("ignore", FoldWarning)
         kind: FoldKind = "stratified_group" if groups else "stratified"
         fold = make_folds(labels.numpy(), k=k, kind=kind, groups=groups, seed=seed)[0]
-    train, valid = fold.train_indices.tolist(), fold.valid_indices.tolist()
+    train = fold.train_indices.tolist()
+    valid = fold.valid_indices.tolist()
     if not groups:
         trained = set(labels[train].tolist())
         train = sorted([*train, *(i for i in valid if int(labels[i]) not in trained)])

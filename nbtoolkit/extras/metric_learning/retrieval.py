@@ -88,7 +88,8 @@ def gather_embeddings(
     def both(model: torch.nn.Module, batch: Any) -> tuple[Any, None]:
         return step(model, batch), None
 
-    size, result = len(data), list[Tensor]()
+    size = len(data)
+    result = list[Tensor]()
     for start in range(0, max(1, size), _BLOCK):
         block = Subset(data, range(start, min(start + _BLOCK, size)))
         columns = predict(ctx, model, block, step=both)
@@ -130,7 +131,8 @@ def retrieval_scores(embeddings: Tensor, labels: Tensor) -> dict[str, float]:
         )
     unit = torch.nn.functional.normalize(embeddings.float(), dim=1)
     voters = min(_VOTERS, len(unit) - 1)
-    sums, counted = torch.zeros(3, dtype=torch.float64), 0
+    sums = torch.zeros(3, dtype=torch.float64)
+    counted = 0
     block = max(1, _PAIRS // len(unit))
     for start in range(0, len(unit), block):
         scores = unit[start : start + block] @ unit.T

@@ -81,7 +81,8 @@ def load_encoder(path: str | os.PathLike[str]) -> TrainedEncoder:
             do="correct model.checkpoint, or train stage 1: model.checkpoint: null",
         )
     spec = EncoderSpec(**state["spec"])
-    encoder, classifier = make_encoder(spec), None
+    encoder = make_encoder(spec)
+    classifier = None
     load_weights(state["encoder"], encoder, source=str(file))
     if state["classifier"] is not None:
         classifier = make_classifier(spec.embedding_size, len(state["classes"])).eval()

@@ -66,7 +66,8 @@ def train(config: Config, ctx: RunContext) -> dict[str, object]:
     training, valid = split_images(images, config, ctx)
     _check_classes(training, valid, first=first, second=second)
     training = replace(training, transforms=encoders.make_transforms(config.data.get("augment")))
-    name, width = settings.get("encoder", "cnn"), settings.get("embedding_size", 128)
+    name = settings.get("encoder", "cnn")
+    width = settings.get("embedding_size", 128)
     spec = encoders.EncoderSpec(name, width, images.channels, images.size)
     torch.manual_seed(config.seed)
     scores: dict[str, object] = {"classes": list(images.classes)}
@@ -157,7 +158,8 @@ def split_images(images: Images, config: Config, ctx: RunContext) -> tuple[Image
     if ctx.fold is not None:
         parts = [ctx.fold.train_indices.tolist(), ctx.fold.valid_indices.tolist()]
     else:
-        share, seed = data.get("valid_share", 0.2), data.get("split_seed", 0)
+        share = data.get("valid_share", 0.2)
+        seed = data.get("split_seed", 0)
         parts = [*split(images.labels, images.groups, valid_share=share, seed=seed)]
     training, valid = leave_out_damaged(ctx, images, parts, allowed=data.get("skip_damaged", False))
     return images.subset(training), images.subset(valid)
@@ -188,8 +190,10 @@ def _train_encoder(
     from nbtoolkit.extras.metric_learning.retrieval import RetrievalScores
 
     settings = config.model
-    width, size = settings.get("embedding_size", 128), settings.get("projection_size", 64)
-    per_class, skip = settings.get("samples_per_class", 4), settings.get("skip_single", False)
+    width = settings.get("embedding_size", 128)
+    size = settings.get("projection_size", 64)
+    per_class = settings.get("samples_per_class", 4)
+    skip = settings.get("skip_single", False)
     return fit(
         ctx,
         config,

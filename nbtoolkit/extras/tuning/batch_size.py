@@ -176,21 +176,26 @@ class _Search:
     """Tries micro-batches: doubles them until one does not fit, then bisects."""
 
     def __init__(self, subject: Subject, most: int) -> None:
-        self._subject, self._most = subject, most
+        self._subject = subject
+        self._most = most
         self._rows: dict[int, MeasuredBatch] = {}
-        self._longest, self._whole = 0.0, False
+        self._longest = 0.0
+        self._whole = False
 
     def run(self) -> BatchSize:
         """Try until the largest micro-batch that fits is known."""
         self._began = time.monotonic()
         plan = make_plan(self._subject.config, detect_host(), detect_hardware())
-        stopped, batch = self._try_sizes(plan), plan.global_batch_size
+        stopped = self._try_sizes(plan)
+        batch = plan.global_batch_size
         rows = tuple(self._rows[size] for size in sorted(self._rows))
         return BatchSize(rows=rows, stopped=stopped, batch_size=batch, ranks=plan.processes)
 
     def _try_sizes(self, plan: LaunchPlan) -> str:
         """Fill the rows; returns why nothing larger was tried."""
-        size, fits, fails = min(_START, self._most), 0, 0
+        size = min(_START, self._most)
+        fits = 0
+        fails = 0
         while not fits or not fails:
             if self._fits(size, plan.processes):
                 fits = size
@@ -207,7 +212,8 @@ class _Search:
                     "true, or a train.precision of 16 bits",
                 )
             else:
-                fails, size = size, fits or size // 2
+                fails = size
+                size = fits or size // 2
         while fails - fits > max(1, fits // 8):
             if self._late():
                 return f"{fails} ran out of memory; none between was tried: {_OVER}"
@@ -233,7 +239,8 @@ class _Search:
             self._rows[size] = MeasuredBatch(samples=size, reason=found.reason)
             return False
         if not self._whole or not self._rows:
-            rate, memory = found.samples_per_second, found.memory
+            rate = found.samples_per_second
+            memory = found.memory
             self._rows[size] = MeasuredBatch(samples=size, samples_per_second=rate, memory=memory)
         return True
 

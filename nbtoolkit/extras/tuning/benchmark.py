@@ -141,7 +141,8 @@ def benchmark(
     check_function(train)
     rows: list[Measurement] = []
     status: Literal["completed", "time", "interrupted"] = "completed"
-    machine, now = _machine(), datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    machine = _machine()
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     begin = time.monotonic()
     # In a terminal and in a cell the line grows while it measures.
     to_stdout("benchmark:", flush=True)

@@ -144,7 +144,8 @@ def scaling(session: Session) -> Iterator[Measurement]:
         for count in [*session.counts, *reversed(session.counts)]:
             rates[count] = rate(count, sizes[count])
         for count in session.counts:
-            name, text = f"{kind}: {counted(count, 'rank')}", f"batch {sizes[count]}"
+            name = f"{kind}: {counted(count, 'rank')}"
+            text = f"batch {sizes[count]}"
             if rates[count] and rates[1]:
                 relative = rates[count] / rates[1]
                 note = f"{text}, {relative / count:.0%} of {count} times one rank"

@@ -53,7 +53,9 @@ def calibrate(train: Train, config: ConfigLike = None, *, force: bool = False) -
         Exception: the exception of the training function, if no strategy could be measured.
     """
     config = as_config(config)
-    subject, planned, key = Subject(train, config), _planned(config), calibration_key(train, config)
+    subject = Subject(train, config)
+    planned = _planned(config)
+    key = calibration_key(train, config)
 
     def measure_row(row: SpeedRow) -> SpeedRow:
         same_batch = _same_batch(config, row.settings[_STRATEGY])
@@ -74,7 +76,9 @@ def calibrate(train: Train, config: ConfigLike = None, *, force: bool = False) -
 
 def _planned(config: Config) -> list[SpeedRow]:
     """Return the strategies of this machine, not measured yet; one without a plan has a reason."""
-    hardware, ranks, rows = detect_hardware(), config.distributed, list[SpeedRow]()
+    hardware = detect_hardware()
+    ranks = config.distributed
+    rows = list[SpeedRow]()
     gpus = len(hardware.usable)
     several = (
         gpus > 1 or (not gpus and hardware.cpu_count > 1) or ranks.world_size not in ("auto", 1)

@@ -26,7 +26,8 @@ _GAIN = 1.03  # a throughput counts as higher from this factor on
 
 # The fastest of two rounds counts: another program on the machine only makes a round slower. In the
 # second one nothing starts that would probably end after a minute.
-_ROUNDS, _LONGEST_ROUNDS = 2, 60.0
+_ROUNDS = 2
+_LONGEST_ROUNDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,8 @@ class SpeedTable(FinderResult):
     @property
     def why(self) -> str:
         """The suggestion and the reason for it, as a line of text."""
-        chosen, ratio = self.chosen, self.relative(self.chosen)
+        chosen = self.chosen
+        ratio = self.relative(self.chosen)
         more = f", {ratio:.2f} x {_text(self.rows[0].settings)}" if ratio and self.choice else ""
         ranks = f" on {counted(chosen.processes, 'rank')}" if chosen.processes > 1 else ""
         return (
@@ -174,9 +176,13 @@ def measure_in_turn(
         TuningError: no row could be measured.
         Exception: the first error of ``measure``, if no row could be measured.
     """
-    best, errors, began, longest = list(rows), list[Exception](), time.monotonic(), 0.0
+    best = list(rows)
+    errors = list[Exception]()
+    began = time.monotonic()
+    longest = 0.0
     for turn, at in enumerate([*range(len(best))] * _ROUNDS):
-        row, start = best[at], time.monotonic()
+        row = best[at]
+        start = time.monotonic()
         again = turn >= len(best)
         late = again and start - began + longest > _LONGEST_ROUNDS
         if late or row.reason:

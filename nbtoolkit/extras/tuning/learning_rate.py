@@ -22,7 +22,9 @@ from nbtoolkit.views.figure import Chart, curves_chart
 
 _SMOOTHING = 0.9  # share of the mean before in the mean after a step
 _DIVERGED = 4.0  # times the lowest smoothed loss: the test ends
-_FIRST, _LAST = 10, 5  # points at the ends of the curve that are not suggested
+# points at the ends of the curve that are not suggested
+_FIRST = 10
+_LAST = 5
 _FEWEST = 30  # steps of a test
 _LEAST_FALL = 0.01  # share of the first loss
 
@@ -175,7 +177,8 @@ def _measure(subject: Subject, test: RangeTest) -> LearningRate:
         )
     losses = [step.loss for step in result.steps]
     cut = next((n for n in range(1, len(losses)) if diverged(losses[:n])), len(losses))
-    losses, rates = losses[:cut], [test.rate(one.step - 1) for one in result.steps[:cut]]
+    losses = losses[:cut]
+    rates = [test.rate(one.step - 1) for one in result.steps[:cut]]
     _check_rates(result, rates)
     suggestion = suggest(rates, losses)
     return LearningRate(suggestion=suggestion, rates=tuple(rates), losses=tuple(losses))
@@ -189,7 +192,8 @@ def _check_rates(result: Probe, rates: Sequence[float]) -> None:
             allowed="a loss that is a finite number at the start",
             do="check the data and the initial weights",
         )
-    first, last = result.steps[0].rate, result.steps[len(rates) - 1].rate
+    first = result.steps[0].rate
+    last = result.steps[len(rates) - 1].rate
     if not first or not math.isclose(last / first, rates[-1] / rates[0], rel_tol=1e-3):
         raise TuningError(
             f"the training function had rates of its own, from {first:.3g} to {last:.3g}",

@@ -130,17 +130,21 @@ def probe(
         TuningError: the function did no optimizer step of ``fit`` within a minute.
         Exception: the function's own, unless memory ran out or a loss was not finite.
     """
-    found, began, running = Probe(), time.monotonic(), list[RunHandle]()
+    found = Probe()
+    began = time.monotonic()
+    running = list[RunHandle]()
 
     def listen(event: Event) -> None:
         if not found.add(event) or not running:
             return
-        first, last = found.steps[0], found.steps[-1]
+        first = found.steps[0]
+        last = found.steps[-1]
         over = seconds and last.step >= steps and last.t - first.t >= seconds
         if over or enough(found):
             running.pop().stop("the probe has measured enough")
 
-    train, config = subject.train, subject.config
+    train = subject.train
+    config = subject.config
     if config.distributed.strategy == "measured":  # no calibration is kept in the scratch folder
         config = config.with_overrides({"distributed.strategy": "auto"})
     most = _ENDLESS if seconds else steps

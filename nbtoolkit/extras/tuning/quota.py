@@ -256,7 +256,8 @@ def quota_hours(host: str, spans: Sequence[AttemptSpan]) -> float:
     """
     if host not in COUNTS_SESSIONS:
         return sum((span.end - span.begin) * span.devices for span in spans) / 3600
-    total, until = 0.0, -sys.float_info.max
+    total = 0.0
+    until = -sys.float_info.max
     for span in sorted(spans, key=lambda span: span.begin):
         if span.devices:
             total += max(0.0, span.end - max(span.begin, until))

@@ -258,7 +258,8 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        self.folder, self._keep = folder, keep
+        self.folder = folder
+        self._keep = keep
 
     def put(
         self,
@@ -355,7 +356,9 @@ class _HashingFile:
     """
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._hash, self._size = file, hashlib.sha256(), 0
+        self._file = file
+        self._hash = hashlib.sha256()
+        self._size = 0
         self._error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
@@ -391,7 +394,8 @@ def _write(folder: Path, name: str, state: Mapping[str, object]) -> StoredFile:
 def _stored(folder: Path) -> StoredCheckpoint | None:
     """The checkpoint in a folder; None: its manifest is missing, damaged or of another format."""
     manifest = read_or_empty(folder / _MANIFEST)
-    step, files = manifest.get("step"), manifest.get("files")
+    step = manifest.get("step")
+    files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(step, int) or not isinstance(files, dict):
         return None
     return StoredCheckpoint(folder, step, files)

@@ -119,7 +119,8 @@ def find_weights(path: Path, kind: Literal["best", "last"] | None = None) -> Pat
     if in_checkpoint:
         return _in_checkpoint(path)
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    store, kind = CheckpointStore(folder), kind or _configured_kind(path)
+    store = CheckpointStore(folder)
+    kind = kind or _configured_kind(path)
     candidates: tuple[tuple[Kind, str], ...] = (("best", "best.pt"), ("step", "last.pt"))
     for stored_kind, saved in candidates[kind == "last" :]:
         entry, damages = store.good(stored_kind)
@@ -184,7 +185,8 @@ def _all_wrapped(names: Iterable[str]) -> bool:
 
 
 def _differences(weights: Mapping[str, object], expected: Mapping[str, object]) -> list[str]:
-    saved, needed = _shapes(weights), _shapes(expected)
+    saved = _shapes(weights)
+    needed = _shapes(expected)
     return [
         *(
             f"{name} is {saved[name]} in the file and {needed[name]} in the model"

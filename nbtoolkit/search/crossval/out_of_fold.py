@@ -44,7 +44,8 @@ def assemble(folds: Folds, parts: Mapping[int, object]) -> Array:
 
 
 def _checked(folds: Folds, index: int, part: object) -> Array:
-    array, size = as_array(part), len(folds.valid_indices(index))
+    array = as_array(part)
+    size = len(folds.valid_indices(index))
     if array.ndim == 0 or len(array) != size:
         got = "a single value" if array.ndim == 0 else f"{len(array)} predictions"
         raise FoldError(

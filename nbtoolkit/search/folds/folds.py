@@ -176,7 +176,8 @@ class Folds:
 
 def _read(path: Path) -> Folds:
     saved = json.loads(path.read_text())
-    valid, train = saved["valid"], saved.get("train")
+    valid = saved["valid"]
+    train = saved.get("train")
     if train is None:
         train = [others(part, saved["n_samples"]) for part in valid]
     pairs = list(zip(train, valid, strict=True))

@@ -272,7 +272,8 @@ def _checked_pair(number: int, train: Any, valid: Any, n_samples: int) -> Pair:
     """One fold's indices, sorted."""
     import numpy as np
 
-    train, valid = np.asarray(train), np.asarray(valid)
+    train = np.asarray(train)
+    valid = np.asarray(valid)
     problem = _problem_with(train, valid, n_samples)
     if problem:
         raise FoldError(

@@ -153,7 +153,8 @@ def _linear(trial: FrozenTrial, space: dict[str, BaseDistribution], value: float
         if isinstance(kind, (FloatDistribution, IntDistribution)) and kind.log:
             # A whole number stands for all that rounds to it, as in Optuna's own transformation.
             half = 0.5 if isinstance(kind, IntDistribution) else 0.0
-            low, high = math.log(kind.low - half), math.log(kind.high + half)
+            low = math.log(kind.low - half)
+            high = math.log(kind.high + half)
             params[name] = math.log(params[name])
             distributions[name] = FloatDistribution(low, high)
     return create_trial(params=params, distributions=distributions, value=value)

@@ -40,7 +40,10 @@ _STATES = {
     TrialState.FAIL: "failed",
 }
 _FOLD = "fold-"
-_IDENTITY, _PREPARED, IMPORTED, _ADDED = "identity", "prepared", "imported", "added"
+_IDENTITY = "identity"
+_PREPARED = "prepared"
+IMPORTED = "imported"
+_ADDED = "added"
 
 
 class SearchStudy:
@@ -496,7 +499,8 @@ class FileLock(JournalFileOpenLock):
 
     def release(self) -> None:
         """Release the lock."""
-        fd, self._fd = self._fd, -1
+        fd = self._fd
+        self._fd = -1
         os.close(fd)
 
 

@@ -278,9 +278,12 @@ def _dict_layer(values: Mapping[str, object]) -> Layer:
 
 def _with_sections(layer: Layer) -> Layer:
     """Return the layer with a bare space under ``space``, and without empty sections."""
-    values, places, found = dict(layer.values), dict(layer.places), list(layer.mistakes)
+    values = dict(layer.values)
+    places = dict(layer.places)
+    found = list(layer.mistakes)
     if values and not set(values) & set(SweepConfig.model_fields):
-        values, places = {"space": values}, {("space", *keys): at for keys, at in places.items()}
+        values = {"space": values}
+        places = {("space", *keys): at for keys, at in places.items()}
     for name in {"study", "budget", "folds", "space"} & set(values):
         if values[name] is None:
             del values[name]  # `folds: null`

@@ -88,7 +88,9 @@ class Trial:
     def update(self, event: TrialChanged) -> None:
         """Process an event of this trial."""
         if event.state == "running" and self.state != "running":
-            self.began, self.step, self.latest = event.t, None, None
+            self.began = event.t
+            self.step = None
+            self.latest = None
             self.folds.clear()
         # The event that names the best trial at the end of a sweep comes after the trial's own end.
         if event.state != self.state or event.seconds is not None:
@@ -130,7 +132,8 @@ class BestTrials:
 
     def _beats(self, trial: Trial, other: Trial) -> bool:
         """Whether a trial is at least as good in everything, and better in something."""
-        costs, other_costs = self._costs(trial), self._costs(other)
+        costs = self._costs(trial)
+        other_costs = self._costs(other)
         no_worse = all(a <= b for a, b in zip(costs, other_costs, strict=True))
         return costs != other_costs and no_worse
 
@@ -192,7 +195,8 @@ class SweepTable(EventTable):
         match event:
             case events.IntermediateReported():  # the first case: most events are reports
                 if trial := self.trials.get(event.number):
-                    trial.step, trial.latest = event.step, event.value
+                    trial.step = event.step
+                    trial.latest = event.value
                     # After a resume, steps are trained again.
                     while trial.curve and trial.curve[-1][0] >= event.step:
                         trial.curve.pop()
