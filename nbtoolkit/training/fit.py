@@ -13,12 +13,7 @@ from nbtoolkit.config import reads
 from nbtoolkit.config.schema import ConfigLike, as_config
 from nbtoolkit.errors import RunStopped
 from nbtoolkit.training.callbacks import Callbacks, FitState, StepProfiler
-from nbtoolkit.training.checkpoints import (
-    CheckpointManager,
-    Resumable,
-    TrainState,
-    check_monitor,
-)
+from nbtoolkit.training.checkpoints import CheckpointManager, Resumable
 from nbtoolkit.training.data import Collate, take_apart
 from nbtoolkit.training.evaluation import (
     ModelPredictor,
@@ -32,6 +27,7 @@ from nbtoolkit.training.losses import Loss, check_loss
 from nbtoolkit.training.metrics import Metrics, check_accuracy, named_metrics, reported_names
 from nbtoolkit.training.model import WHOLE_BATCHES, inexact_layers, refuse_single_samples
 from nbtoolkit.training.optim import GivenOptimizer, GivenSchedule, refuse_several
+from nbtoolkit.training.progress import TrainState, check_monitor
 from nbtoolkit.training.samples import MicroBatch, SampleWeights
 from nbtoolkit.training.step import Forward, Recipe, TrainStep
 from nbtoolkit.training.sync import (

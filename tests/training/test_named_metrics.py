@@ -16,7 +16,8 @@ import nbtoolkit as nb
 from nbtoolkit.config.directions import direction_of
 from nbtoolkit.config.schema import Config
 from nbtoolkit.errors import FitError
-from nbtoolkit.training.metrics import metric_names, named_metric, named_metrics
+from nbtoolkit.training.metrics import named_metrics
+from nbtoolkit.training.sklearn_metrics import metric_names, named_metric
 from nbtoolkit.worker.context import RunContext
 
 GENERATOR = torch.Generator().manual_seed(0)
