@@ -86,16 +86,27 @@ def published(path: Path, folder: Path, seconds: float = SECONDS) -> dict[str, A
     }
 
 
+def frozen(pid: int) -> set[int]:
+    """Stop a process and its descendants, so that none sees another's end, or starts one more."""
+    stopped: set[int] = set()
+    while found := ({pid} | descendants(pid)) - stopped:
+        for one in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGSTOP)
+        stopped |= found
+    return stopped
+
+
 def strike(command: subprocess.Popen[str], victim: str) -> bool:
     """Kill; where the command is left, it ends by itself, as failed. False: it was just done."""
-    family = descendants(command.pid)
+    family = frozen(command.pid) if victim == "all" else set()
     runs = children(command.pid)
     kernels = set().union(*map(children, runs))
     killed = {
         "command": {command.pid},
         "run": runs,
         "kernel": kernels,
-        "all": {command.pid} | family,
+        "all": family,
     }
     for pid in killed[victim] or {command.pid}:  # there may be no kernel yet
         with contextlib.suppress(ProcessLookupError):
@@ -142,6 +153,7 @@ def killed_often(path: Path, folder: Path, kills: int, longest: float) -> int:
 
 @pytest.mark.long
 @pytest.mark.chaos
+@pytest.mark.timeout(4 * SECONDS)  # it waits three times, for so long at most
 @pytest.mark.usefixtures("own_tmpdir")
 def test_a_step_that_was_killed_goes_on_from_its_runs_checkpoint(tmp_path: Path) -> None:
     hold = tmp_path / "hold"

@@ -20,6 +20,7 @@ from kernels import SECONDS, until
 
 import nbtoolkit as nb
 from nbtoolkit.run.attempts import first_event, run_config
+from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
 from nbtoolkit.run.paths import RunPaths
 from nbtoolkit.run.resume import choose_run
 
@@ -98,6 +99,25 @@ def test_a_checkpoint_that_was_told_is_found(tmp_path: Path, library: Path) -> N
     with choose_run(settings, saves_then_waits_for_file, None, "auto") as run:
         assert run.paths == paths
         assert run.attempt == 2
+
+
+STORES = """
+import torch
+from pathlib import Path
+from nbtoolkit.run.checkpoints.checkpoint_store import CheckpointStore
+
+parts = {"model": {"weight": torch.ones(3)}, "training": {"epoch": 1}}
+CheckpointStore(Path("out")).put("step", 10, parts, {})
+"""
+
+
+def test_a_checkpoint_of_fit_is_whole(tmp_path: Path, library: Path) -> None:
+    with session(STORES, tmp_path, library) as process:
+        assert process.wait(SECONDS) == 0
+        entry, damages = CheckpointStore(after_crash(tmp_path)).good("step")
+    assert damages == []
+    assert entry is not None
+    assert entry.read("model")["weight"].tolist() == [1.0] * 3
 
 
 COMPLETES = """

@@ -654,6 +654,7 @@ def test_a_stopped_sweep_leaves_its_trials_for_the_next_session(tmp_path: Path) 
     made, diary = algorithm(tmp_path, sweep(3))
     job = made.next(None)
     made.stop()
+    assert made.pool.stopped == {TRIAL[0]: "a test asks"}
     assert made.next(None) is None
     made.on_end(job, JobResult(status="stopped", metrics={"val_loss": 0.9}, seconds=4.0))
     assert made.done
@@ -673,6 +674,17 @@ def test_a_trial_stopped_by_hand_does_not_come_back(tmp_path: Path) -> None:
     assert ends(diary) == {0: ("pruned", "stopped by hand")}
     assert [one.key for one in drive(made, Fake(loss))] == [TRIAL[1]]
     made.close("completed")
+
+
+def test_a_trial_stopped_by_hand_while_no_job_of_it_runs_ends_at_once(tmp_path: Path) -> None:
+    made, diary = algorithm(tmp_path, sweep(1), folds=2)
+    job = made.next()
+    made.on_command(SearchCommand(op="pause"))
+    made.on_end(job, JobResult(status="completed", metrics={"val_loss": 0.5}))
+    assert not made.done
+    made.on_command(SearchCommand(op="stop_trial", n=0))
+    assert ends(diary) == {0: ("pruned", "stopped by hand")}
+    assert made.done
 
 
 def test_added_trials_are_remembered(tmp_path: Path) -> None:
