@@ -63,11 +63,10 @@ class Text:
 
 @dataclass(frozen=True)
 class Chip:
-    """The word of a state, in its colour; ``title``: what a pointer shows."""
+    """The word of a state, in its colour."""
 
     text: str
     colour: str
-    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -225,10 +224,7 @@ def _part(part: Part, images: bool) -> str:
             return _paragraph(part)
         case Chip():
             style = f"border-radius:9px;padding:0 8px;background:{part.colour}2b;white-space:nowrap"
-            return (
-                f'<span style="{style};{_tinted(part.colour)}"{_title(part.title)}>'
-                f"{escape(part.text)}</span>"
-            )
+            return f'<span style="{style};{_tinted(part.colour)}">{escape(part.text)}</span>'
         case Bar():
             return _bar(part)
         case Table():

@@ -85,18 +85,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def ago(seconds: float) -> str:
-    """Format how long ago something was, to the minute: ``"just now"``, ``"8 min ago"``."""
-    minutes = int(seconds // 60)
-    if minutes < 1:
-        return "just now"
-    if minutes < 60:
-        return f"{minutes} min ago"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h ago"
-    return f"{minutes // (24 * 60)} days ago"
-
-
 def moment(unix: float | None) -> str:
     """Format unix seconds as UTC, to the minute; empty for None and for an impossible time."""
     if unix is None or not math.isfinite(unix):

@@ -384,8 +384,9 @@ def _span(span: Span, across: _Scale, top: int) -> str:
     label = ""
     if width > _DIGIT * len(span.label):
         at = f'x="{left + width / 2:.1f}" y="{top + 12}" text-anchor="middle"'
-        label = f"<text {at}>{escape(span.label)}</text>"
+        # Black on each colour of a state has a contrast above 4.5, in light and in dark themes.
+        label = f'<text {at} fill="#000">{escape(span.label)}</text>'
     return (
-        f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" fill="{span.colour}" '
-        f'fill-opacity="0.55">{_title(span.title)}</rect>{label}'
+        f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" '
+        f'fill="{span.colour}">{_title(span.title)}</rect>{label}'
     )

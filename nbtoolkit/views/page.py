@@ -20,7 +20,6 @@ from nbtoolkit.cards import (
 from nbtoolkit.cards import html as html_of
 from nbtoolkit.cards import text as text_of
 from nbtoolkit.search.study.table import SweepTable
-from nbtoolkit.text_table import moment
 from nbtoolkit.views import run_cards, sweep_cards, text
 from nbtoolkit.views.state import State
 from nbtoolkit.views.trial_rows import EVERYTHING, ROWS, View
@@ -126,17 +125,16 @@ def _makers(state: State, chosen: View, now: float) -> dict[str, Callable[[], Ca
 def strip(state: State, now: float) -> Card:
     """Show name, status, progress, time and the best value in a line; below it what is wrong."""
     sign, colour = _SIGNS.get(state.status, ("✕", FAILED))
-    hint = moment(state.ended.t) + " UTC" if state.ended else ""
     name, value, where = text.best(state)
     share = state.share()
     progress = _progress(state, now)
     line: list[Text | Chip | Bar] = [
         Text(text.name_of(state), "bold", state.paths.run_id),
-        Chip(f"{sign} {text.status_of(state)}", colour, hint),
+        Chip(f"{sign} {text.status_of(state)}", colour),
         Text(progress) if share is None else Bar(share, progress),
         Text(text.trial_counts(state)),
         Text(text.times(state, now), "bold"),
-        Text(text.ended_ago(state, now)),
+        Text(text.ended_at(state)),
     ]
     if value:
         line += [Text(name.partition(" ")[0]), Text(value, "headline"), Text(where)]

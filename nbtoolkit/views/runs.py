@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +11,7 @@ from nbtoolkit.errors import RunFileError
 from nbtoolkit.run.attempts import readable_last_event
 from nbtoolkit.run.events import number_values
 from nbtoolkit.run.paths import RunPaths, runs_in
-from nbtoolkit.text_table import ago, counted, number, one_line, shortened
+from nbtoolkit.text_table import counted, moment, number, one_line, shortened
 
 _TITLE = 80  # characters
 _CACHED = 500  # runs
@@ -30,7 +29,8 @@ class RunEntry:
         name: its id without the time.
         status: the status it ended with, ``"failed"``, ``"running"`` (also while it is paused) or
             ``"interrupted"``: it has neither ended nor a supervisor.
-        text: name and status; of one that does not run also its result and its age.
+        text: name and status; of one that does not run also its result and when
+            it was last written: the list in a panel stands for hours, so it has no ages.
     """
 
     folder: Path
@@ -39,16 +39,14 @@ class RunEntry:
     text: str
 
 
-def list_runs(output_dir: str | Path, most: int = 50, now: float | None = None) -> list[RunEntry]:
+def list_runs(output_dir: str | Path, most: int = 50) -> list[RunEntry]:
     """List the newest runs of a folder, newest first.
 
     Args:
         output_dir: the folder.
         most: the number of runs.
-        now: unix seconds; None: the clock's.
     """
-    now = time.time() if now is None else now
-    return [_entry(paths, now) for paths in runs_in(output_dir)[:most]]
+    return [_entry(paths) for paths in runs_in(output_dir)[:most]]
 
 
 def newest(output_dir: str | Path) -> Path | None:
@@ -59,7 +57,7 @@ def newest(output_dir: str | Path) -> Path | None:
     return None if chosen is None else chosen.folder
 
 
-def _entry(paths: RunPaths, now: float) -> RunEntry:
+def _entry(paths: RunPaths) -> RunEntry:
     """Describe a run by its result; its events, which may be many, are not read."""
     title = shortened(plain_name(paths), _TITLE)
     written = _written(paths.events)
@@ -67,7 +65,7 @@ def _entry(paths: RunPaths, now: float) -> RunEntry:
     if status == "interrupted" and _is_owned(paths):
         status = "running"
     else:
-        facts = [*facts, ago(now - written) if written else "nothing written yet"]
+        facts = [*facts, f"{moment(written)} UTC" if written else "nothing written yet"]
     text = " · ".join([title, status, *facts])
     return RunEntry(paths.folder, title, status, one_line(text))
 

@@ -10,10 +10,10 @@ from nbtoolkit.config.directions import direction_of
 from nbtoolkit.run.failure import with_cells
 from nbtoolkit.search.study.table import ENDED, SweepTable
 from nbtoolkit.text_table import (
-    ago,
     counted,
     duration,
     metric_column,
+    moment,
     number,
     one_line,
     param,
@@ -131,9 +131,12 @@ def times(state: State, now: float) -> str:
     return ", ".join(parts)
 
 
-def ended_ago(state: State, now: float) -> str:
-    """Say when it ended: ``"ended 12 min ago"``; empty while it runs."""
-    return f"ended {ago(max(now - state.ended.t, 0))}" if state.over and state.ended else ""
+def ended_at(state: State) -> str:
+    """Say when it ended; empty while it runs.
+
+    A saved page is read days later, so it is not said how long ago that was.
+    """
+    return f"ended {moment(state.ended.t)} UTC" if state.over and state.ended else ""
 
 
 # --- values ---

@@ -107,6 +107,15 @@
     return layers.reduce((below, top) => over(top, below), [255, 255, 255, 1]);
   }
 
+  // A label in a bar of a picture stands on the bar.
+  function ground(e) {
+    const at = e.getBoundingClientRect(), x = (at.left + at.right) / 2;
+    const around = (r) => r.left < x && x < r.right && r.top < at.bottom && at.top < r.bottom;
+    const bars = [...(e.closest("svg")?.querySelectorAll("rect") ?? [])];
+    const bar = bars.find((rect) => around(rect.getBoundingClientRect()));
+    return bar ? over(rgba(getComputedStyle(bar).fill), behind(e)) : behind(e);
+  }
+
   // A group's opacity mixes what is in it with what is behind it.
   function faded(colour, e) {
     let share = colour[3];
@@ -126,7 +135,7 @@
       const s = getComputedStyle(e), size = parseFloat(s.fontSize);
       const large = size >= 24 || (size >= 18.66 && parseInt(s.fontWeight) >= 700);
       const least = large || e.closest("[aria-hidden=true]") ? 3 : 4.5;
-      found.push(...tooFaint(e, text, e.closest("svg") ? s.fill : s.color, behind(e), least));
+      found.push(...tooFaint(e, text, e.closest("svg") ? s.fill : s.color, ground(e), least));
     }
     for (const e of controls.filter((one) => !one.disabled && one.tagName !== "BUTTON")) {
       if (e.type === "checkbox") continue; // drawn by the browser

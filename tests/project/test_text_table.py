@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from nbtoolkit.text_table import ago, duration, metric_column, number, param
+from nbtoolkit.text_table import duration, metric_column, number, param
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,3 @@ def test_times_are_short() -> None:
     seconds = (0, 0.44, 9.94, 9.96, 25, 59.6, 161, 3599.7, 3900, 90_000)
     texts = "0.0 s,0.4 s,9.9 s,10 s,25 s,1:00,2:41,1 h 00 min,1 h 05 min,25 h 00 min"
     assert [duration(one) for one in seconds] == texts.split(",")
-
-
-def test_ages_are_told_by_the_minute() -> None:
-    seconds = (-5, 0, 59, 61, 480, 3600, 47 * 3600, 3 * 86_400)
-    texts = "just now,just now,just now,1 min ago,8 min ago,1 h ago,47 h ago,3 days ago"
-    assert [ago(one) for one in seconds] == texts.split(",")

@@ -101,6 +101,18 @@ def test_a_timeline_has_a_bar_per_job_and_hostile_names_are_texts() -> None:
     assert_harmless(chart([Series(EVIL, [(0.0, 1.0)], "dots", titles=[EVIL])], x=Axis(EVIL)))
 
 
+@pytest.mark.parametrize("colour", [RUNNING, ENDED, BEST, FAILED])
+def test_a_label_in_a_bar_is_read_in_every_theme(colour: str) -> None:
+    drawn = timeline({"slot 0": [Span(0.0, 9.0, "7", "trial 7", colour)]}, 0.0, 10.0)
+    assert drawn is not None
+    [bar] = re.findall("<rect[^>]*>", drawn.shapes)
+    [label] = re.findall("<text([^>]*)>7<", drawn.shapes)
+    assert "opacity" not in bar  # what is behind it does not count
+    assert f'fill="{colour}"' in bar
+    assert 'fill="#000"' in label
+    assert _contrast(_rgb(colour), _rgb("#000000")) >= 4.5
+
+
 def test_texts_take_the_themes_colour_and_lines_are_seen_in_both() -> None:
     page = chart([Series("loss", [(1.0, 1.0), (2.0, 2.0)])], legend=True)
     assert 'fill="currentColor"' in page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -324,3 +325,12 @@ def test_the_page_of_ten_thousand_trials_stays_small(tmp_path: Path) -> None:
     with hold_lock(paths):
         page = "".join(regions(read_state(paths.folder)).values())
     assert len(page) < 300_000
+
+
+@pytest.mark.parametrize("write", [sweep, run, cross_validation])
+def test_the_page_of_what_has_ended_stays_true_in_a_saved_notebook(
+    write: Callable[[Path], RunPaths], tmp_path: Path
+) -> None:
+    state = read_state(write(tmp_path).folder)
+    assert state.over
+    assert page_html(state, now=NOON + 900) == page_html(state, now=NOON + 90_000)

@@ -76,7 +76,7 @@ QUESTIONS: list[Case] = [
     (
         "what was I doing last",
         sweep,
-        False, 900, ("friedman-843e", "✓ completed", "20/20", "ended 12 min ago", "best 0."),
+        False, 900, ("friedman-843e", "✓ completed", "20/20", "ended 2026-01-01 00:0", "best 0."),
     ),
     (
         "what differs from the defaults",
