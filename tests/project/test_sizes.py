@@ -31,9 +31,9 @@ def code_lines(path: Path) -> int:
     source = path.read_text()
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        is_constant = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_constant and isinstance(node.value.value, str):
+            docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
