@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def command_line() -> typer.Typer:
-    """The application with all commands.
+    """Return the application with all commands.
 
     Raises:
         MissingExtra: typer is not installed.

@@ -97,7 +97,7 @@ def _rank_conflicts(config: Config) -> Iterator[Conflict]:
 
 
 def _clash(config: Config, first: str, second: str, do: str = "remove one of them") -> Conflict:
-    """The conflict of the values that two settings have."""
+    """Return the conflict of the values that two settings have."""
     values = [f"{name}: {as_yaml(_value(config, name))}" for name in (first, second)]
     return Conflict(f"{values[0]} conflicts with {values[1]}", do, (first, second))
 

@@ -271,7 +271,7 @@ def _distinct_numbers(value: object) -> tuple[object, ...]:
 
 
 def _path(value: object) -> object:
-    """A path as text: a setting is what a YAML file can hold."""
+    """Return a path as text: a setting is what a YAML file can hold."""
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

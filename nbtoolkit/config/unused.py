@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def unread_names(config: Config, searched: Iterable[str] = ()) -> dict[str, str]:
-    """The settings of the user's own, and the searched ones, that the training function ignores.
+    """Return the user's own settings, and the searched ones, that the training function ignores.
 
     Args:
         config: the run's configuration.

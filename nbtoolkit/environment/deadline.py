@@ -144,7 +144,7 @@ def check_deadline(config: Config, *, uses_reserve: bool = False) -> None:
 
 
 def _notebook_deadline(config: Config) -> NotebookDeadline | None:
-    """The earlier one of what was set by call and in the configuration."""
+    """Return the earlier one of what was set by call and in the configuration."""
     limit = config.runtime.deadline
     found = [] if _deadline is None else [_deadline]
     if limit is not None:

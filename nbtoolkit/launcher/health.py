@@ -111,11 +111,11 @@ class HangDetector:
         )
 
     def _is_ahead(self, rank: RankView) -> bool:
-        """True if the rank has started a collective that another rank has not."""
+        """Return whether the rank has started a collective that another rank has not."""
         return rank.collectives > min(other.collectives for other in self._worker_group.ranks)
 
     def _has_done_io(self, rank: RankView) -> bool:
-        """True if a rank that loads the function has read or written since the last call.
+        """Return whether a rank that loads the function has read or written since the last call.
 
         A slow disk needs little CPU. Later the user's threads may write, whatever the rank does.
         """

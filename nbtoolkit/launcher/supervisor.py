@@ -158,7 +158,7 @@ class RunSupervisor:
         return isinstance(self._state, Exiting)
 
     def lines(self) -> list[Connection]:
-        """Connections to wait for: the agent's and the ranks'."""
+        """Return connections to wait for: the agent's and the ranks'."""
         if isinstance(self._state, (Running, Exiting)):
             return self._state.group.lines()
         return []
@@ -385,5 +385,5 @@ class RunSupervisor:
 
 
 def _named(numbers: dict[str, float]) -> dict[str, float]:
-    """The numbers that a function returned by name: a single one may be each rank's own."""
+    """Return the numbers that a function returned by name: a single one may be each rank's own."""
     return {name: number for name, number in numbers.items() if name != RETURNED}

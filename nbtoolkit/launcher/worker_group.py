@@ -118,14 +118,14 @@ class WorkerGroup:
         self._lines = lines
 
     def ranks_ended(self) -> bool:
-        """True if no rank runs any more, with what it does at its exit."""
+        """Return whether no rank runs any more, with what it does at its exit."""
         return all(
             rank.line.closed or (rank.pid is not None and not is_running(rank.pid))
             for rank in self.ranks
         )
 
     def lines(self) -> list[Connection]:
-        """Connections to wait for, besides the fork server's."""
+        """Return connections to wait for, besides the fork server's."""
         loud = [self._lines.agent, *self._lines.connections]
         return [line for line in loud if not line.closed]
 
@@ -153,7 +153,7 @@ class WorkerGroup:
             self.go()
 
     def all_are(self, phase: str) -> bool:
-        """True if every rank is in this phase."""
+        """Return whether every rank is in this phase."""
         return all(rank.phase == phase for rank in self.ranks)
 
     def go(self) -> None:

@@ -260,12 +260,12 @@ _CLASSES: dict[str, type[Event]] = {
 
 
 def encode(event: Event) -> bytes:
-    """The line of ``events.jsonl`` that holds an event."""
+    """Return the line of ``events.jsonl`` that holds an event."""
     return messages.encode(event) + b"\n"
 
 
 def decode(line: str | bytes) -> Event | None:
-    """The event in a line of ``events.jsonl``; None: it is damaged, or of an unknown type.
+    """Return the event in a line of ``events.jsonl``; None: it is damaged, or of an unknown type.
 
     A null counts as missing; unknown names are ignored.
     """
@@ -354,7 +354,9 @@ class EventReader:
         """Bytes read so far, whole lines only; a later reader can continue from here."""
 
     def read(self) -> Iterator[Event]:
-        """The events appended since the last call; an incomplete line is read by the next call.
+        """Yield the events appended since the last call.
+
+        An incomplete line is read by the next call.
 
         Skips lines that hold no event: a crash may cut one, and the next attempt appends to it.
 
@@ -381,7 +383,7 @@ RETURNED = "value"
 
 
 def returned_numbers(value: object) -> dict[str, float]:
-    """The plain numbers in a function's return value: a dict's by name, a single one as ``value``.
+    """Return the plain numbers of a return value: a dict's by name, a single one as ``value``.
 
     Args:
         value: numbers of Python and NumPy, and tensors and arrays without dimensions, count;

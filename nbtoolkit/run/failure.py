@@ -98,7 +98,7 @@ def cell_name(filename: str, line: int) -> str:
 
 
 def _recorded_error(ended: RunEnded) -> PackedError:
-    """The error of a failed run as its last event has it: without its pickle."""
+    """Return the error of a failed run as its last event has it: without its pickle."""
     kind, _, text = (ended.error or "").partition(": ")
     trace = ended.traceback
     rank = ended.rank

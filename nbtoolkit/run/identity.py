@@ -97,7 +97,7 @@ def _code_text(function: object) -> str:
 
 
 def _bound_values(function: object) -> list[tuple[str, int | float | str]]:
-    """The numbers and texts in which two functions with the same source may differ, by name."""
+    """Return the numbers and texts, by name, that functions with one source may differ in."""
     owner = getattr(function, "__self__", function)
     bound = [*getattr(owner, "__dict__", {}).items(), *closure_values(function)]
     bound += [("default", value) for value in getattr(function, "__defaults__", None) or ()]
@@ -106,7 +106,7 @@ def _bound_values(function: object) -> list[tuple[str, int | float | str]]:
 
 
 def _named_by(function: object) -> Iterator[object]:
-    """What a function, class or object refers to by name, in an order that does not change."""
+    """Yield what a function, class or object refers to by name, in a fixed order."""
     if isinstance(function, functools.partial):
         yield from (function.func, *function.args, *function.keywords.values())
     elif inspect.isclass(function):
@@ -189,7 +189,7 @@ def own_source(train: Callable[..., Any]) -> str:
 
 
 def function_name(train: Callable[..., Any]) -> str:
-    """The name of a training function as a run records it: with its module."""
+    """Return the name of a training function as a run records it: with its module."""
     while isinstance(train, functools.partial):
         train = train.func
     named = train if hasattr(train, "__qualname__") else type(train)

@@ -81,7 +81,7 @@ def read_answers(config: Config) -> dict[str, dict[str, Answer]]:
 
 
 def answers_file(config: Config) -> Path:
-    """The file of the answers."""
+    """Return the file of the answers."""
     return Path(config.runtime.output_dir) / FILE
 
 

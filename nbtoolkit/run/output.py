@@ -36,7 +36,7 @@ _BAR_SECONDS = 1.0  # between two states of a progress bar that overwrites its l
 
 
 def error_lines(printed: str) -> str:
-    """A printed exception, as a rank's log has it."""
+    """Return a printed exception, as a rank's log has it."""
     return f"{_ERROR_BEGINS}\n{printed.rstrip()}\n{_ERROR_ENDS}\n"
 
 
@@ -203,7 +203,7 @@ def _changed_ranks(plan: LaunchPlan, run: ChosenRun) -> str:
 
 
 def _last_state(text: str) -> str:
-    """The visible part of a line that a progress bar overwrites: from its last return on."""
+    """Return the visible part of a line that a progress bar overwrites: from its last return on."""
     start = text.rstrip("\r").rfind("\r")
     return text[max(start, 0) :]
 
@@ -296,7 +296,7 @@ class Displays(Protocol):
         """Show a handle that is a cell's value."""
 
     def static(self, paths: RunPaths) -> str:
-        """A run's progress now, as HTML."""
+        """Return a run's progress now, as HTML."""
 
 
 def displays() -> Displays:

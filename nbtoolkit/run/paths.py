@@ -94,7 +94,7 @@ class RunPaths:
         return self.folder.name
 
     def log(self, rank: int) -> Path:
-        """The stdout and stderr of rank ``rank``."""
+        """Return the stdout and stderr of rank ``rank``."""
         return self.folder / "ranks" / str(rank) / "log.txt"
 
     def stacks(self, rank: int) -> Path:
@@ -102,15 +102,15 @@ class RunPaths:
         return self.folder / "ranks" / str(rank) / "stacks.txt"
 
     def trace(self, rank: int) -> Path:
-        """The trace of rank ``rank`` for Chrome and Perfetto (``train.profile``)."""
+        """Return the trace of rank ``rank`` for Chrome and Perfetto (``train.profile``)."""
         return self.folder / "ranks" / str(rank) / "trace.json.gz"
 
     def rank_error(self, rank: int) -> Path:
-        """The packed exception of rank ``rank``, as the rank wrote it."""
+        """Return the packed exception of rank ``rank``, as the rank wrote it."""
         return self.folder / "ranks" / str(rank) / "error.pkl"
 
     def value(self, rank: int) -> Path:
-        """The pickled return value of rank ``rank``."""
+        """Return the pickled return value of rank ``rank``."""
         return self.folder / "values" / f"{rank}.pkl"
 
     @classmethod
@@ -136,7 +136,7 @@ class RunPaths:
             raise folder_error(parent, error) from error
 
     def owner(self) -> int | None:
-        """The pid of the process that owns this run; None if no process does."""
+        """Return the pid of the process that owns this run; None if no process does."""
         if not self.owned():
             return None
         try:
@@ -173,7 +173,7 @@ KIND_NAMES: dict[Kind, str] = {"run": "run", "sweep": "sweep", "cv": "cross-vali
 def find_run(
     run: str | os.PathLike[str], output_dir: str | os.PathLike[str] = "outputs"
 ) -> RunPaths:
-    """The run with this id, or in this folder.
+    """Return the run with this id, or in this folder.
 
     Raises:
         LaunchError: there is no such run.
@@ -201,7 +201,7 @@ def sign_lock(lock: int) -> None:
 
 
 def folder_error(folder: Path, error: OSError) -> RunFolderError:
-    """The error to raise for an OSError while writing ``folder``."""
+    """Return the error to raise for an OSError while writing ``folder``."""
     return RunFolderError(
         f"the run folder {folder} cannot be written: {error.strerror or error}",
         allowed="a folder on a disk with free space that you may write to",
@@ -298,7 +298,7 @@ def write_whole(path: Path, data: bytes | str, *, durable: bool = True) -> None:
 
 
 def temporary_beside(path: Path) -> Path:
-    """An unused hidden name beside ``path``. mkstemp would ignore the umask."""
+    """Return an unused hidden name beside ``path``. mkstemp would ignore the umask."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
 
 
@@ -392,7 +392,7 @@ def read_record(path: Path) -> dict[str, object] | None:
 
 
 def read_or_empty(path: Path) -> dict[str, object]:
-    """The JSON object in a file; empty if the file is missing or cannot be read."""
+    """Return the JSON object in a file; empty if the file is missing or cannot be read."""
     try:
         return read_record(path) or {}
     except RunFileError:
@@ -403,7 +403,7 @@ Status = Literal["completed", "pruned", "stopped", "deadline"]
 
 
 def runs_in(output_dir: str | os.PathLike[str]) -> list[RunPaths]:
-    """The runs under ``output_dir``, newest first."""
+    """Return the runs under ``output_dir``, newest first."""
     parent = Path(output_dir).expanduser().absolute()
     if not os.path.isdir(parent):
         return []
@@ -413,7 +413,7 @@ def runs_in(output_dir: str | os.PathLike[str]) -> list[RunPaths]:
 
 
 def age_key(folder: Path) -> tuple[str, int, str]:
-    """The key that sorts run folders, oldest first: the second in the id, then the file time."""
+    """Return the key that sorts run folders: the second in the id, then the file time."""
     second = RUN_ID.match(folder.name)
     if second is None:
         return folder.name, 0, ""
@@ -445,7 +445,7 @@ def announce_run(folder: Path) -> None:
 
 
 def announced_runs(file: Path) -> list[Path]:
-    """The folders written to a file by :func:`announce_run`, each once, oldest first."""
+    """Return the folders written to a file by :func:`announce_run`, each once, oldest first."""
     try:
         lines = file.read_bytes().split(b"\n")[:-1]  # the last line may be incomplete
     except FileNotFoundError:

@@ -43,7 +43,10 @@ class SteppedOptimizers:
         self._hook.remove()
 
     def weights(self) -> Weights:
-        """Some weights of each, the last ones if the optimizer is deleted; waits for the device."""
+        """Return some weights of each, the last ones if the optimizer is deleted.
+
+        Waits for the device.
+        """
         return [optimizer.weights() for optimizer in self._tracked]
 
     def _track(self, optimizer: Optimizer, *_: object) -> None:
@@ -62,7 +65,7 @@ class _TrackedOptimizer:
         self._parameters = weakref.ref(sampled)
 
     def weights(self) -> list[float]:
-        """The middle and the last number of its first parameters, sharded ones left out."""
+        """Return the middle and the last number of its first parameters, sharded ones left out."""
         parameters = self._parameters()
         return self._last if parameters is None else parameters.numbers()
 
@@ -107,7 +110,7 @@ def leave_out(optimizer: Optimizer) -> None:
 
 
 def divergence_warning(ranks: Sequence[Weights | None]) -> str | None:
-    """A warning if the ranks' weights are not those of one model; None: they may be.
+    """Return a warning if the ranks' weights are not those of one model; None: they may be.
 
     Args:
         ranks: each rank's weights; not compared if their optimizers differ in number or size.
@@ -126,7 +129,7 @@ def divergence_warning(ranks: Sequence[Weights | None]) -> str | None:
 
 
 def report_warning(ranks: Sequence[Mapping[str, float]]) -> str | None:
-    """A warning if the ranks report different numbers under one name; None: they do not.
+    """Return a warning if the ranks report different numbers under one name; None: they do not.
 
     Args:
         ranks: each rank's numbers.

@@ -158,11 +158,14 @@ class RunRecord:
             self.note(warning, "warning")
 
     def seconds_left(self) -> float | None:
-        """The seconds until the deadline; None: no limit."""
+        """Return the seconds until the deadline; None: no limit."""
         return None if self._ends is None else self._ends - time.monotonic()
 
     def decide(self, reserve: float = 0.0) -> str | None:
-        """The status to stop with now, None: continue; ``reserve``: seconds that saving takes."""
+        """Return the status to stop with now, None: continue.
+
+        ``reserve``: seconds that saving takes.
+        """
         left = self.seconds_left()
         if self.leaving is None and left is not None and left <= reserve:
             rest = f", except {left:.0f} s for saving" if left >= 1.0 else ""
@@ -176,7 +179,7 @@ class RunRecord:
             self._log.write(StopRequested(reason=reason, grace=grace))
 
     def stop_requested(self) -> messages.StopRequest | None:
-        """The request that a handle has written into the run's folder; removes it."""
+        """Return the request that a handle has written into the run's folder; removes it."""
         # Called 20 times per second; an exception would take ten times as long as this check.
         if not os.path.exists(self._stop_file):
             return None
@@ -192,7 +195,10 @@ class RunRecord:
         )
 
     def commands_requested(self) -> list[messages.SearchCommand]:
-        """The commands that handles of a search have written into its folder; removes them."""
+        """Return the commands that handles of a search have written into its folder.
+
+        Removes them.
+        """
         folder = self.paths.commands
         requested: list[messages.SearchCommand] = []
         for file in sorted(folder.iterdir()) if folder.is_dir() else ():

@@ -162,5 +162,5 @@ def job_has_started(paths: RunPaths) -> bool:
 
 
 def events_size(paths: RunPaths) -> int:
-    """The size of a run's events, in bytes."""
+    """Return the size of a run's events, in bytes."""
     return paths.events.stat().st_size if paths.events.exists() else 0

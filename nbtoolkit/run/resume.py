@@ -66,7 +66,7 @@ class RunLock:
         self._fd = fd
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Return the descriptor."""
         return self._fd
 
     def release(self) -> None:
@@ -133,7 +133,7 @@ class ChosenRun:
         return processes if isinstance(processes, int) else None
 
     def learned(self, plan: LaunchPlan) -> tuple[BatchTooLarge, ...]:
-        """What the attempt before has learned about the memory, if it had devices like these."""
+        """Return what the last attempt learned about the memory, if it had devices like these."""
         before = self.plan_before
         now = plan.to_dict()
         limit = before.get("too_large")
@@ -305,7 +305,7 @@ def _is_saved(paths: RunPaths) -> bool:
 
 
 def find_named_run(run: str | os.PathLike[str], output_dir: Path) -> RunPaths:
-    """The run with this id, or in this folder.
+    """Return the run with this id, or in this folder.
 
     Raises:
         ResumeError: there is no such run.
@@ -400,7 +400,7 @@ def refuse_other_function(paths: RunPaths, first: RunSubmitted, train: Callable[
 
 
 def changed_settings(before: Config, config: Config, *, may_train_longer: bool = False) -> str:
-    """The settings that decide the result and have changed, as text; empty: there are none.
+    """Return the settings that decide the result and have changed, as text; empty: there are none.
 
     Args:
         before: the configuration of the run.

@@ -17,7 +17,7 @@ def too_many_failures(failed: int, allowed: int, last: str) -> SweepError:
 
 
 def unread_parameters(names: Sequence[str]) -> SweepError:
-    """The first trial has ended without reading parameters: no trial depends on them."""
+    """Return the first trial has ended without reading parameters: no trial depends on them."""
     return SweepError(
         f"the space has {', '.join(names)}, and the first trial has ended without reading it",
         allowed="parameters that the function reads in every trial; `when` names the choices "
@@ -27,7 +27,7 @@ def unread_parameters(names: Sequence[str]) -> SweepError:
 
 
 def no_such_metric(metric: str, available: str, near: str | None) -> SweepError:
-    """The first trial has no such metric, perhaps one of a similar name: none will have a value."""
+    """Make the error of a metric that the first trial lacks: no trial will have a value."""
     do = f"report or return {metric}, or name another one under study.metric"
     return SweepError(
         f"study.metric is {metric!r}, but the first trial has the metrics: {available}",

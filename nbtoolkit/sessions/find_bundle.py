@@ -48,7 +48,10 @@ def find_source(where: str | os.PathLike[str], host: Host) -> Path | None:
 
 
 def _newest(top: Path | None, more_files: Iterable[Path]) -> Path | None:
-    """The newest bundle below a folder or among more files; else the uppermost folder of runs."""
+    """Return the newest bundle below a folder or among more files.
+
+    Else the uppermost folder of runs.
+    """
     walked = [] if top is None else list(_walk(top))
     files = [*more_files, *(file for _, names in walked for file in names)]
     bundles = {path: time for path in files if (time := _packed_at(path)) is not None}

@@ -200,7 +200,7 @@ Relation = Literal["same", "newer", "older", "diverged"]
 
 
 def compare_runs(unpacked: Path, existing: Path) -> Relation:
-    """What the unpacked run is, compared with the existing one."""
+    """Return what the unpacked run is, compared with the existing one."""
     events = RunPaths(unpacked).events
     here = RunPaths(existing).events
     with events.open("rb") as first, here.open("rb") as second:
@@ -208,7 +208,7 @@ def compare_runs(unpacked: Path, existing: Path) -> Relation:
 
 
 def compare(first: IO[bytes], first_size: int, second: IO[bytes], second_size: int) -> Relation:
-    """What the first of two append-only files is, compared with the second."""
+    """Return what the first of two append-only files is, compared with the second."""
     left = min(first_size, second_size)
     while left > 0:
         size = min(BLOCK, left)

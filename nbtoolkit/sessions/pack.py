@@ -58,7 +58,7 @@ class PackResult:
 
 
 def runs_text(runs: Sequence[str]) -> str:
-    """The number of runs as ``"1 run"`` or ``"3 runs"``."""
+    """Return the number of runs as ``"1 run"`` or ``"3 runs"``."""
     return f"{len(runs)} run{'' if len(runs) == 1 else 's'}"
 
 

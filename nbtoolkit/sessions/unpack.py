@@ -137,7 +137,7 @@ def unpack(
 
 @contextmanager
 def _staging(folder: Path) -> Iterator[Path]:
-    """A temporary folder on the same disk, whose files need only be renamed; one at a time.
+    """Yield a temporary folder on the same disk, whose files need only be renamed; one at a time.
 
     It first removes what a killed process left.
     """

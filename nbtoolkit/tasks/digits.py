@@ -95,7 +95,7 @@ def split(labels: Tensor, config: Config, ctx: RunContext) -> tuple[Indices, Ind
 
 
 def make_model(config: Config) -> torch.nn.Module:
-    """The classifier that ``config.model`` describes: (n, 64) pixels -> (n, 10) scores.
+    """Return the classifier that ``config.model`` describes: (n, 64) pixels -> (n, 10) scores.
 
     Raises:
         ConfigError: ``model.kind`` is unknown.

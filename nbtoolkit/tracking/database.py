@@ -36,12 +36,12 @@ _SQLITE_MAGIC = b"SQLite format 3\0"
 
 
 def database_path(output_dir: Path) -> Path:
-    """The SQLite file of an output folder."""
+    """Return the SQLite file of an output folder."""
     return output_dir.absolute() / "mlflow.db"
 
 
 def database_uri(path: Path) -> str:
-    """The ``mlflow ui --backend-store-uri`` of an SQLite file, by its absolute path.
+    """Return the ``mlflow ui --backend-store-uri`` of an SQLite file, by its absolute path.
 
     Raises:
         TrackingError: the path cannot be written as a URI.
@@ -133,7 +133,7 @@ def import_client() -> type[MlflowClient]:
 
 
 def database_file(output_dir: Path, uri: str | None) -> Path | None:
-    """The SQLite file in which runs are tracked; None: they are tracked elsewhere.
+    """Return the SQLite file in which runs are tracked; None: they are tracked elsewhere.
 
     Args:
         output_dir: ``runtime.output_dir``.
@@ -228,7 +228,7 @@ def _collector_off() -> Iterator[None]:
 def tracking_table(
     output_dir: str | os.PathLike[str] = "outputs", *, experiment: str | None = None
 ) -> DataFrame:
-    """The tracked runs, newest first.
+    """Return the tracked runs, newest first.
 
     Args:
         output_dir: the folder that holds ``mlflow.db``.

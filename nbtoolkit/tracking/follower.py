@@ -118,7 +118,7 @@ class Follower:
         self.close()
 
     def _read(self) -> list[tuple[int, Event]]:
-        """New events, each with the offset at which it ends."""
+        """Return new events, each with the offset at which it ends."""
         batch = []
         for event in self._reader.read():
             if type(event) is not RunSubmitted:  # nothing is known yet that trackers show
@@ -209,7 +209,7 @@ class Follower:
 
 
 def first_event(paths: RunPaths) -> RunStarted | None:
-    """The first event of a run's first attempt; None: there is none."""
+    """Return the first event of a run's first attempt; None: there is none."""
     events = EventReader(paths.events).read()
     event = next((event for event in events if type(event) is not RunSubmitted), None)
     return event if isinstance(event, RunStarted) else None
@@ -226,7 +226,7 @@ def _saved_position(paths: RunPaths) -> tuple[int, bool]:
 
 
 def _trackers_of_config(paths: RunPaths, output_dir: Path, run: RunStarted) -> Makers:
-    """The trackers that a run's configuration asks for, of those that are installed."""
+    """Return the trackers that a run's configuration asks for, of those that are installed."""
     from nbtoolkit.tracking.mlflow_tracker import MLflowTracker
     from nbtoolkit.tracking.tensorboard import TensorBoardTracker
 

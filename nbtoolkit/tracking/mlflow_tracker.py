@@ -117,7 +117,7 @@ class MLflowTracker:
                 self._jobs.write(folder, event)
 
     def for_job(self, paths: RunPaths) -> Tracker:
-        """A tracker for the curves of a trial or a fold of this sweep."""
+        """Return a tracker for the curves of a trial or a fold of this sweep."""
         folder = paths.folder.relative_to(self._paths.folder).as_posix()
         run_id = self._jobs.run_id_of(folder, time.time())
         return _JobTracker(self._client, run_id, paths, new=run_id in self._jobs.created)
@@ -214,7 +214,7 @@ class _JobRuns:
         self._set_status(run_id, _STATUS.get(event.state, _ENDED_EARLY), event.t)
 
     def run_id_of(self, folder: str, started: float) -> str:
-        """The MLflow run of a folder, created with its parents if there is none.
+        """Return the MLflow run of a folder, created with its parents if there is none.
 
         Args:
             folder: relative to the sweep's; the empty text is the sweep itself.
@@ -257,7 +257,7 @@ class _JobRuns:
 
 
 def _results(event: JobEvent) -> list[Point]:
-    """The results of a trial or fold, beside the curves that its own events have."""
+    """Return the results of a trial or fold, beside the curves that its own events have."""
     if event.state != "complete":
         return []
     return [Point(name, float(value), 0, event.t) for name, value in job_values(event).items()]
@@ -294,12 +294,12 @@ class _JobTracker:
             _log_rank_logs(self._client, self.place, self._paths)
 
     def for_job(self, paths: RunPaths) -> Tracker:
-        """A job has no jobs of its own."""
+        """Return a job has no jobs of its own."""
         return self
 
 
 def _find_run(client: MlflowClient, experiment: str, run_id: str) -> Run | None:
-    """The MLflow run with our run id as its tag."""
+    """Return the MLflow run with our run id as its tag."""
     text = f"tags.`{_RUN_TAG}` = '{run_id}'"  # a run id has no quotes in it
     runs = client.search_runs([experiment], text, max_results=1)
     return runs[0] if runs else None
@@ -351,7 +351,7 @@ def _as_metrics(points: Iterable[Point]) -> list[Metric]:
 
 
 def _as_params(values: Mapping[str, object]) -> list[Param]:
-    """Settings as MLflow's parameters."""
+    """Return settings as MLflow's parameters."""
     from mlflow.entities import Param
 
     return [Param(_valid_name(key), _cut(value, _PARAM_LENGTH)) for key, value in _flatten(values)]
@@ -371,7 +371,7 @@ def _as_ms(seconds: float) -> int:
 
 
 def _tail(file: Path) -> str:
-    """The end of a log, from a whole line on, with a mark if something was left out."""
+    """Return the end of a log, from a whole line on, with a mark if something was left out."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         if size <= _LOG_BYTES:
@@ -394,7 +394,7 @@ def _flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[s
 
 
 def _valid_name(name: str) -> str:
-    """The nearest name that MLflow accepts: its characters, no empty or dotted parts, 250 long."""
+    """Return the nearest name that MLflow accepts: 250 characters, no empty or dotted part."""
     clean = re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
     parts = [part if part.strip(".") else "_" * len(part) for part in clean.split("/")]
     clean = "/".join(part for part in parts if part) or "_"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def tensorboard_folder(paths: RunPaths) -> Path:
-    """The ``tensorboard --logdir`` of one run; the output folder is that of all runs."""
+    """Return the ``tensorboard --logdir`` of one run; the output folder is that of all runs."""
     return paths.folder / "tensorboard"
 
 
@@ -60,7 +60,7 @@ class TensorBoardTracker:
         return TensorBoardTracker(paths)
 
     def _writer(self) -> SummaryWriter:
-        """A new event file at the first write (TensorBoard draws all files of a folder as one)."""
+        """Return the event file, new at the first write: TensorBoard draws a folder as one."""
         if self._opened is None:
             self._opened = _summary_writer(self._folder)
         return self._opened

@@ -64,7 +64,7 @@ class Tracker(Protocol):
 
 
 def points(event: Event, last_steps: dict[str, int]) -> list[Point]:
-    """The numbers in an event; none for an event of another kind.
+    """Return the numbers in an event; none for an event of another kind.
 
     Args:
         event: any event of a run.
@@ -81,7 +81,7 @@ def points(event: Event, last_steps: dict[str, int]) -> list[Point]:
 
 
 def _numbers(event: Event) -> tuple[int | None, Iterable[tuple[str, float]]]:
-    """The step of an event, if it has one; names and values of the numbers in it."""
+    """Return the step of an event, if it has one; names and values of the numbers in it."""
     match event:
         case events.MetricsLogged() | events.MetricsReported():
             return event.step, _floats("", event.values)
@@ -97,21 +97,21 @@ def _numbers(event: Event) -> tuple[int | None, Iterable[tuple[str, float]]]:
 
 
 def trial_values(event: events.TrialChanged) -> dict[str, float]:
-    """The value of a complete trial, or one value for each of several objectives."""
+    """Return the value of a complete trial, or one value for each of several objectives."""
     if event.value is not None:
         return {"value": event.value}
     return {f"value_{i}": value for i, value in enumerate(event.values)}
 
 
 def job_values(event: events.JobEvent) -> dict[str, float]:
-    """The results of a complete trial or fold, beside the curves in its own events."""
+    """Return the results of a complete trial or fold, beside the curves in its own events."""
     if isinstance(event, events.TrialChanged):
         return trial_values(event)
     return {f"score/{name}": value for name, value in event.metrics.items()}
 
 
 def job_folder(event: Event) -> str | None:
-    """The folder of an event's trial or fold, relative to the sweep's; None: it has none."""
+    """Return the folder of an event's trial or fold, relative to the sweep's; None: it has none."""
     folder = event.folder if isinstance(event, events.JobEvent) else None
     # A run may come from a bundle of somebody else's: a job's folder must be below the run's.
     outside = folder is not None and (folder.startswith("/") or ".." in folder.split("/"))

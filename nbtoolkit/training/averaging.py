@@ -90,13 +90,13 @@ class Averages:
         return self._copy
 
     def update(self) -> None:
-        """Called after every optimizer step."""
+        """Run after every optimizer step."""
 
     def end_epoch(self, step: int) -> None:
-        """Called at the end of every epoch, before validation, after ``step`` optimizer steps."""
+        """Run at the end of every epoch, before validation, after ``step`` optimizer steps."""
 
     def rate(self, step: int) -> float | None:
-        """The learning rate of optimizer step ``step`` (from 0); None: the schedule's."""
+        """Return the learning rate of optimizer step ``step`` (from 0); None: the schedule's."""
         return None
 
     @property
@@ -118,11 +118,11 @@ class Averages:
         self._outdated = True
 
     def weights(self) -> dict[str, Tensor]:
-        """The averaged model's ``state_dict``, by the names of the model itself."""
+        """Return the averaged model's ``state_dict``, by the names of the model itself."""
         return dict(self.module.state_dict())
 
     def state(self) -> State:
-        """What a resumed run needs: tensors and a number."""
+        """Return what a resumed run needs: tensors and a number."""
         return {"weights": self.weights(), "n_averaged": self.n_averaged}
 
     def restore(self, state: State, *, source: str) -> None:
@@ -214,7 +214,7 @@ def _refuse_half_precision(module: nn.Module) -> None:
 
 
 def _copy_of(module: nn.Module) -> nn.Module:
-    """A copy of the module in evaluation mode; frozen weights are the module's own."""
+    """Return a copy of the module in evaluation mode; frozen weights are the module's own."""
     frozen = {id(weight): weight for weight in module.parameters() if not weight.requires_grad}
     try:
         return copy.deepcopy(module, frozen).eval()
@@ -229,7 +229,7 @@ def _copy_of(module: nn.Module) -> nn.Module:
 
 
 def _averaged_tensors(module: nn.Module) -> list[Tensor]:
-    """The tensors of a module that are averaged, in an order that its copy has, too."""
+    """Return the tensors of a module that are averaged, in an order that its copy has, too."""
     trained = [weight for weight in module.parameters() if weight.requires_grad]
     statistics = [
         buffer
@@ -280,7 +280,7 @@ def update_norms(
 
 
 def _with_forward(module: nn.Module, forward: BatchForward) -> nn.Module:
-    """A module that passes a batch through ``module`` by ``forward``."""
+    """Return a module that passes a batch through ``module`` by ``forward``."""
     from torch import nn
 
     class WithForward(nn.Module):
@@ -313,7 +313,7 @@ def _average_over_ranks(norms: list[BatchNorm]) -> None:
 
 
 def _weighted_statistics(layer: BatchNorm) -> Tensor:
-    """A layer's means and variances times the number of its batches, and this number."""
+    """Return a layer's means and variances times the number of its batches, and this number."""
     import torch
 
     one = torch.ones_like(layer.running_mean[:1])

@@ -64,22 +64,22 @@ class Callback:
     """
 
     def on_fit_start(self, state: FitState) -> None:
-        """Called before the first step; in a resumed run, after its state was restored."""
+        """Run before the first step; in a resumed run, after its state was restored."""
 
     def on_train_epoch_start(self, state: FitState) -> None:
-        """Called before the first step of an epoch; in a resumed epoch, before its next step."""
+        """Run before the first step of an epoch; in a resumed epoch, before its next step."""
 
     def on_train_batch_end(self, state: FitState) -> None:
-        """Called after each optimizer step, not after each micro-batch."""
+        """Run after each optimizer step, not after each micro-batch."""
 
     def on_train_epoch_end(self, state: FitState) -> None:
-        """Called after the last step of an epoch and before its validation.
+        """Run after the last step of an epoch and before its validation.
 
         ``state.metrics`` has the training losses of the epoch.
         """
 
     def on_validation_end(self, state: FitState) -> Mapping[str, float] | None:
-        """Called after the validation of each epoch, and also if there is no ``valid_data``.
+        """Run after the validation of each epoch, and also if there is no ``valid_data``.
 
         Returns:
             More metrics for this epoch, or None. ``fit`` reports them, a sweep can prune trials by
@@ -87,10 +87,10 @@ class Callback:
         """
 
     def on_save_checkpoint(self, state: FitState) -> None:
-        """Called before a checkpoint is made, on rank 0 only."""
+        """Run before a checkpoint is made, on rank 0 only."""
 
     def on_fit_end(self, state: FitState) -> None:
-        """Called after the last epoch, when the model has the weights of ``checkpoint.weights``."""
+        """Run after the last epoch, when the model has the weights of ``checkpoint.weights``."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs, as tensors and plain values; rank 0's is saved."""
@@ -169,12 +169,15 @@ class Callbacks:
         return bool(self._reason)
 
     def agree(self, added: Mapping[str, float]) -> tuple[str, Mapping[str, float]]:
-        """The reason to stop ("": none) and rank 0's ``added``, on all ranks; a collective."""
+        """Return the reason to stop ("": none) and rank 0's ``added``, on all ranks.
+
+        A collective.
+        """
         found = gather_on_all((self._reason, added), self._ranks)
         return next((reason for reason, _ in found if reason), ""), found[0][1]
 
     def state(self) -> State:
-        """The states to save, by callback."""
+        """Return the states to save, by callback."""
         found = self._moments.get("state_dict", ())
         return {name: self._run("state_dict", name, method) for name, method in found}
 

@@ -46,7 +46,10 @@ RandomState: TypeAlias = dict[str, Any]
 
 
 def gather_random_states(device: torch.device, ranks: int) -> list[RandomState]:
-    """The states of all ranks' generators, by rank; a collective when there are several ranks."""
+    """Return the states of all ranks' generators, by rank.
+
+    A collective when there are several ranks.
+    """
     return gather_on_all(_random_state(device), ranks)
 
 
@@ -296,7 +299,10 @@ class CheckpointManager(SaveTimes):
             self._write_best(now=False)
 
     def best_weights(self) -> State | None:
-        """The best :meth:`TrainStep.weights` on the main rank; None on the others, or without."""
+        """Return the best :meth:`TrainStep.weights` on the main rank.
+
+        None on the others, or without.
+        """
         if self._best_weights is not None or not self._ctx.is_main:
             return self._best_weights
         self._finish()  # after a resume, they are on disk only
@@ -340,7 +346,7 @@ class CheckpointManager(SaveTimes):
             )
 
     def _latest(self) -> StoredCheckpoint | None:
-        """The newest undamaged checkpoint, the same on all ranks; None: there is none.
+        """Return the newest undamaged checkpoint, the same on all ranks; None: there is none.
 
         Raises:
             CheckpointError: there are checkpoints, and all of them are damaged.
@@ -443,7 +449,7 @@ class AsyncCheckpointWriter:
             self._thread = None
 
     def failure(self) -> tuple[Kind, Exception] | None:
-        """The failed write since the last call, with its error; None: there was none."""
+        """Return the failed write since the last call, with its error; None: there was none."""
         failure = self._failure
         self._failure = None
         return failure

@@ -72,7 +72,7 @@ class Feed:
 def take_apart(
     data: object, *, collate: Collate | None = None, model: nn.Module | None = None
 ) -> Feed:
-    """What a ``DataLoader`` is made of; tables of pandas become tensors, other data stay.
+    """Return what a ``DataLoader`` is made of; tables of pandas become tensors, other data stay.
 
     A shuffling loader gives no sampler: the permutation of ``fit`` does the same. Nor does a
     ``DistributedSampler``: ``fit`` divides the samples among the ranks itself.
@@ -115,7 +115,7 @@ def take_apart(
 
 
 def _float_type(model: nn.Module | None) -> torch.dtype | None:
-    """The type of a model's weights, for the floats of its data.
+    """Return the type of a model's weights, for the floats of its data.
 
     Returns:
         float32 or float64; None: the weights have other types, or several.
@@ -128,7 +128,7 @@ def _float_type(model: nn.Module | None) -> torch.dtype | None:
 
 
 def _without_tables(data: object, dtype: torch.dtype | None) -> object:
-    """``data`` with tensors in place of pandas' DataFrames and Series, also in a tuple or dict."""
+    """Return ``data`` with tensors for pandas' DataFrames and Series, also in a tuple or dict."""
     pandas = sys.modules.get("pandas")  # not imported: then there are none
     if pandas is None:
         return data
@@ -142,7 +142,9 @@ def _without_tables(data: object, dtype: torch.dtype | None) -> object:
 
 
 def _tensor_of_table(table: Any, dtype: torch.dtype | None) -> Tensor:
-    """A DataFrame as floats (n, columns); a Series of whole numbers as int64 (n,), else floats.
+    """Return a DataFrame as floats (n, columns).
+
+    A Series of whole numbers as int64 (n,), else floats.
 
     Raises:
         FitError: a column is not of numbers.
@@ -168,7 +170,7 @@ def _tensor_of_table(table: Any, dtype: torch.dtype | None) -> Tensor:
 
 
 def second_array(data: object) -> Labels | None:
-    """The second array of a pair of arrays; None: ``data`` is none."""
+    """Return the second array of a pair of arrays; None: ``data`` is none."""
     import numpy as np
     import torch
     from torch.utils.data import TensorDataset
@@ -180,7 +182,10 @@ def second_array(data: object) -> Labels | None:
 
 
 def labels_of(data: object) -> Labels | None:
-    """The targets of all samples: a pair's second array, or the data set's; None: unknown."""
+    """Return the targets of all samples: a pair's second array, or the data set's.
+
+    None: unknown.
+    """
     import numpy as np
     import torch
     from torch.utils.data import Subset
@@ -605,7 +610,7 @@ class _Failure:
         self._error = error
 
     def error(self) -> BaseException:
-        """The error to raise."""
+        """Return the error to raise."""
         return self._error
 
     def __reduce__(self) -> tuple[type[_WorkerFailure], tuple[PackedError]]:
@@ -619,7 +624,7 @@ class _WorkerFailure(_Failure):
         self._packed = packed
 
     def error(self) -> BaseException:
-        """The error to raise, made now: its traceback keeps the frames in which it is made."""
+        """Return the error to raise: its traceback keeps the frames in which it is made."""
         return unpack_error(self._packed)
 
 

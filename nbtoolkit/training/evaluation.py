@@ -262,7 +262,7 @@ def check_context(ctx: object, function: str) -> None:
 
 
 def forward_pair(model: torch.nn.Module, batch: Batch) -> tuple[Batch, Batch]:
-    """The default step: a batch is a pair (inputs, targets)."""
+    """Return the default step: a batch is a pair (inputs, targets)."""
     if not _is_pair(batch):  # two rows, or keys, would unpack
         parts = f" of {len(batch)} parts" if isinstance(batch, (tuple, list)) else ""
         raise FitError(
@@ -277,7 +277,7 @@ def forward_pair(model: torch.nn.Module, batch: Batch) -> tuple[Batch, Batch]:
 
 
 def forward_inputs(model: torch.nn.Module, batch: Batch) -> tuple[Batch, None]:
-    """The default step of :func:`predict`: a batch is inputs, or a pair (inputs, targets)."""
+    """Return the step of :func:`predict`: a batch is inputs, or a pair (inputs, targets)."""
     import torch
 
     if isinstance(batch, torch.Tensor):
@@ -293,7 +293,7 @@ def forward_inputs(model: torch.nn.Module, batch: Batch) -> tuple[Batch, None]:
 
 @contextmanager
 def evaluation_mode(ctx: RunContext, model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Evaluation mode without gradients in the plan's precision; restores each layer's mode.
+    """Yield evaluation mode without gradients in the plan's precision; restores each layer's mode.
 
     Called by all ranks.
 

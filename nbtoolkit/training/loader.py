@@ -166,7 +166,7 @@ class MapTrainLoader:
         return zip(batches, micro_batches, strict=True)
 
     def sample_ids(self, epoch: int, step: int) -> list[int]:
-        """The samples of all ranks in optimizer step ``step`` (from 0) of ``epoch``, in order."""
+        """Return the samples of all ranks, in order, in step ``step`` (from 0) of ``epoch``."""
         if step >= self.steps:
             return []
         batch_size = self._passes.batch
@@ -267,13 +267,13 @@ class StreamTrainLoader:
                 return
 
     def sample_ids(self, epoch: int, step: int) -> list[int]:
-        """The positions in the stream of the samples of a step that was handed out."""
+        """Return the positions in the stream of the samples of a step that was handed out."""
         start = step * self._passes.batch
         end = start + self._passes.batch
         return list(range(start, min(end, self._lengths.get(epoch, end))))
 
     def _samples(self, epoch: int, skip: int) -> Iterator[tuple[int, Sample]]:
-        """The stream's samples of an epoch after those to skip, each with its position."""
+        """Yield the stream's samples of an epoch after those to skip, each with its position."""
         set_epoch = getattr(self._data, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
@@ -289,7 +289,7 @@ class StreamTrainLoader:
                 yield position, sample
 
     def _parts(self, step: list[tuple[int, Sample]], passes: Passes) -> Iterator[Batch]:
-        """This rank's batches of a step."""
+        """Yield this rank's batches of a step."""
         import torch
 
         order = iter(passes.indices(torch.arange(len(step))).tolist())
@@ -340,7 +340,7 @@ def is_stream(data: object) -> bool:
 
 
 def stream_length(data: object) -> int | None:
-    """Samples in one epoch of an iterable, by its ``len()``; None: it has none."""
+    """Return samples in one epoch of an iterable, by its ``len()``; None: it has none."""
     try:
         return len(cast("Sized", data))
     except (TypeError, NotImplementedError):

@@ -110,7 +110,10 @@ class WeightSums(TorchFunctionMode):
 
 
 def _sum_of_weights(target: Tensor, class_weights: Tensor | None, ignored: int) -> Tensor:
-    """The scalar by which torch divides; a target weighs 0 if ignored, else its class's weight."""
+    """Return the scalar by which torch divides.
+
+    A target weighs 0 if ignored, else its class's weight.
+    """
     counts = target != ignored
     if class_weights is None:
         number: Tensor = counts.sum().float()

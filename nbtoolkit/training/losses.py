@@ -83,7 +83,7 @@ def check_loss(loss: object) -> None:
 
 
 def on_device(loss: Loss, device: torch.device) -> Loss:
-    """A loss with its tensors (``weight``, ``pos_weight``) on the model's device.
+    """Return a loss with its tensors (``weight``, ``pos_weight``) on the model's device.
 
     Args:
         loss: a module is moved in place; a ``partial`` is replaced by a new one, whose arguments
@@ -250,11 +250,11 @@ class ReducedLoss:
             self._check_parts(whole, losses, f"for {cut} and {samples - cut} of them")
 
     def _of_parts(self, batch: Batch, cut: int, samples: int) -> list[BatchLoss]:
-        """The losses of the samples before and after ``cut``."""
+        """Return the losses of the samples before and after ``cut``."""
         return [self._of_rows(batch, 0, cut, samples), self._of_rows(batch, cut, samples, samples)]
 
     def _of_rows(self, batch: Batch, low: int, high: int, samples: int) -> BatchLoss:
-        """The loss of the samples [low, high) of a batch."""
+        """Return the loss of the samples [low, high) of a batch."""
         import torch
         from accelerate.utils import find_device
 
@@ -292,7 +292,7 @@ class ReducedLoss:
 
 
 def _pair(returned: object) -> tuple[Tensor, Tensor] | None:
-    """The sums of a pair (total, weight) of scalars; None: it is none."""
+    """Return the sums of a pair (total, weight) of scalars; None: it is none."""
     import torch
 
     if not isinstance(returned, tuple) or len(returned) != 2:
@@ -338,7 +338,7 @@ def _has_other_terms(computed: Computed) -> bool:
 
 
 def _two_copies(batch: Batch) -> Batch:
-    """A batch with its only sample twice."""
+    """Return a batch with its only sample twice."""
     from accelerate.utils import concatenate
 
     sample = rows(batch, 0, 1, 1)
@@ -373,7 +373,7 @@ def _not_in_parts(why: str) -> FitError:
 
 
 def not_a_loss(returned: str) -> FitError:
-    """The error for what a loss ``returned``."""
+    """Return the error for what a loss ``returned``."""
     return FitError(
         f"the loss returned {returned}",
         allowed=ALLOWED,
@@ -421,7 +421,7 @@ def check_labels(outputs: object, targets: object, loss: object) -> None:
 
 
 def ignore_index(loss: object) -> int | None:
-    """The label that does not count; None: the loss is not one of torch's class losses."""
+    """Return the label that does not count; None: the loss is not one of torch's class losses."""
     from torch import nn
     from torch.nn import functional
 
@@ -503,7 +503,7 @@ def check_shapes(outputs: object, targets: object, returned: object) -> None:
 
 
 def trained_loss(ctx: RunContext, model: nn.Module, loss: object) -> nn.Module | None:
-    """The module in ``loss`` whose parameters are to be trained.
+    """Return the module in ``loss`` whose parameters are to be trained.
 
     Args:
         ctx: the run's context.
@@ -547,7 +547,7 @@ def _modules(loss: object) -> Iterator[nn.Module]:
 
 
 def loss_parameters(model: nn.Module, loss: nn.Module | None) -> dict[str, nn.Parameter]:
-    """The trainable parameters of a loss that the model does not have, as ``loss.<name>``."""
+    """Return the trainable parameters of a loss beside the model's, as ``loss.<name>``."""
     of_model = set(model.parameters())
     return {
         f"loss.{name}": one

@@ -83,7 +83,7 @@ def accuracy(outputs: Tensor, targets: Tensor, loss: object = None) -> Tensor:
 
 
 def count_correct(outputs: Tensor, targets: Tensor, loss: object = None) -> tuple[Tensor, Tensor]:
-    """The correct predictions, and how many there are; see :func:`accuracy`."""
+    """Return the correct predictions, and how many there are; see :func:`accuracy`."""
     import torch
 
     if outputs.ndim == targets.ndim + 1 and outputs.shape[1] == 1:
@@ -172,7 +172,7 @@ def epoch_metric(function: Function) -> EpochMetric:
 
 
 def named_metrics(metrics: Metrics) -> dict[str, Metric]:
-    """What the user passed as ``metrics``, by name.
+    """Return what the user passed as ``metrics``, by name.
 
     Args:
         metrics: a dict; or a list whose items have names: ``"accuracy"`` and the other names of
@@ -204,7 +204,7 @@ def named_metrics(metrics: Metrics) -> dict[str, Metric]:
 def reported_names(
     metrics: Mapping[str, Metric], *, validates: bool
 ) -> tuple[list[str], list[str]]:
-    """The names of the metrics that a fit will report.
+    """Return the names of the metrics that a fit will report.
 
     Args:
         metrics: by name, from :func:`named_metrics`.
@@ -286,7 +286,7 @@ class Meter:
                 metric.add(outputs, targets, samples)
 
     def _value(self, name: str, outputs: Batch, targets: Batch) -> tuple[Any, Any]:
-        """A function's mean over a batch and None, or a pair (total, weight)."""
+        """Return a function's mean over a batch and None, or a pair (total, weight)."""
         with noted(f"in the metric {name!r}"):
             value = self._functions[name](outputs, targets)
         pair = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
@@ -296,7 +296,10 @@ class Meter:
         return pair
 
     def result(self) -> dict[str, float]:
-        """The values for all samples of all ranks; collectives when there are several ranks."""
+        """Return the values for all samples of all ranks.
+
+        Collectives when there are several ranks.
+        """
         return {**self._means(), **self._deferred_values()}
 
     def _means(self) -> dict[str, float]:
@@ -336,7 +339,7 @@ class Meter:
 
 
 def _name_of(metric: object) -> str:
-    """The name of a metric in a list."""
+    """Return the name of a metric in a list."""
     if isinstance(metric, str):
         return metric
     return str(getattr(metric, "__name__", type(metric).__name__)).lower()
@@ -370,7 +373,10 @@ def _by_name(name: str) -> Metric:
 
 
 def _as_numbers(name: str, value: object) -> dict[str, float]:
-    """A computed metric as numbers by name; a dict (of a collection) gives ``<name>_<key>``."""
+    """Return a computed metric as numbers by name.
+
+    A dict (of a collection) gives ``<name>_<key>``.
+    """
     if isinstance(value, Mapping):
         return {f"{name}_{key}": _number(f"{name}_{key}", item) for key, item in value.items()}
     return {name: _number(name, value)}
@@ -399,10 +405,10 @@ class _DeferredMetric(Protocol):
         """Add one batch."""
 
     def part(self) -> object:
-        """What rank 0 needs from this rank."""
+        """Return what rank 0 needs from this rank."""
 
     def value(self, parts: list[Any]) -> object:
-        """The metric of all ranks' parts; called on rank 0."""
+        """Return the metric of all ranks' parts; called on rank 0."""
 
 
 class _WholeSetMetric:
@@ -438,7 +444,7 @@ class _MergedTorchMetric:
         self._metric.update(outputs, targets)
 
     def part(self) -> list[MetricState]:
-        """The state of each metric inside, copied: a view would be sent with all of its base."""
+        """Return copies of the state of each metric: a view would be sent with all of its base."""
         from accelerate.utils import recursively_apply
 
         states = [dict(metric.metric_state) for metric in self._inner_metrics()]
@@ -453,7 +459,7 @@ class _MergedTorchMetric:
             return result
 
     def _inner_metrics(self) -> list[TorchMetric]:
-        """A collection's metrics, a wrapper and what it wraps; or the metric itself."""
+        """Return a collection's metrics, a wrapper and what it wraps; or the metric itself."""
         import torchmetrics
 
         modules = self._metric.modules()

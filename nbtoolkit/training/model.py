@@ -58,7 +58,7 @@ def prepare_model(ctx: RunContext, config: Config, model: nn.Module) -> nn.Modul
 
 
 def wrap_model(ctx: RunContext, config: Config, module: nn.Module, *, steps: int) -> nn.Module:
-    """The model as the training step calls it: compiled, wrapped by DDP or DataParallel.
+    """Return the model as the training step calls it: compiled, wrapped by DDP or DataParallel.
 
     Compiled before it is wrapped, as torch advises
     (https://docs.pytorch.org/docs/stable/compile/programming_model.where_to_apply_compile.html).
@@ -87,14 +87,17 @@ def wrap_model(ctx: RunContext, config: Config, module: nn.Module, *, steps: int
 
 
 def half_precision(ctx: RunContext) -> torch.dtype | None:
-    """The type in which the plan's precision computes under autocast; None: fp32."""
+    """Return the type in which the plan's precision computes under autocast; None: fp32."""
     import torch
 
     return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(ctx.plan.precision)
 
 
 def autocast(ctx: RunContext) -> AbstractContextManager[object]:
-    """The context of forward pass and loss; one for all steps: making it is slower than using."""
+    """Return the context of forward pass and loss.
+
+    One for all steps: making it is slower than using.
+    """
     import torch
 
     dtype = half_precision(ctx)
@@ -102,7 +105,7 @@ def autocast(ctx: RunContext) -> AbstractContextManager[object]:
 
 
 def grad_scaler(ctx: RunContext, config: Config) -> torch.amp.GradScaler:
-    """Keeps the gradients of fp16 from underflow; does nothing in other precisions."""
+    """Keep the gradients of fp16 from underflow; do nothing in other precisions."""
     import torch
 
     train = config.train
@@ -126,7 +129,7 @@ def broadcast_buffers(module: nn.Module, ranks: int) -> None:
 
 
 def batch_norms(module: nn.Module) -> list[BatchNorm]:
-    """The batch norms of a module that keep running statistics."""
+    """Return the batch norms of a module that keep running statistics."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
@@ -134,7 +137,7 @@ def batch_norms(module: nn.Module) -> list[BatchNorm]:
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """A wrapped model has other names in its ``state_dict``, and would be wrapped twice."""
+    """Refuse a wrapped model: it has other names in its ``state_dict``, and is wrapped twice."""
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
     compiled = hasattr(model, "_orig_mod")  # its class is in torch._dynamo: 1.5 s to import
@@ -214,7 +217,7 @@ _LARGER_SHARES = (
 
 
 def smallest_share(model: nn.Module) -> int:
-    """The samples that a forward pass of ``model`` should have at least: 2 with batch norms."""
+    """Return the fewest samples of a forward pass of ``model``: 2 with batch norms."""
     return 2 if _norms_of_a_rank(model) else 1
 
 
@@ -236,7 +239,7 @@ def refuse_single_samples(model: nn.Module, single: str) -> None:
 
 
 def _norms_of_a_rank(model: nn.Module) -> list[nn.Module]:
-    """The batch norms of a model, without those that have the samples of all ranks."""
+    """Return the batch norms of a model, without those that have the samples of all ranks."""
     import torch.distributed as dist
     from torch.nn import SyncBatchNorm
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -260,7 +263,7 @@ def _check_first_inputs(
 
 
 def single_sample_fault(error: Exception) -> FitError | None:
-    """The error to raise where a batch norm got one sample; None: ``error`` is another."""
+    """Return the error to raise where a batch norm got one sample; None: ``error`` is another."""
     if _SINGLE_SAMPLE not in str(error):
         return None
     return FitError(
@@ -272,7 +275,7 @@ def single_sample_fault(error: Exception) -> FitError | None:
 
 
 def to_channels_last(batch: Batch) -> Batch:
-    """A batch whose 4-d tensors (n, channels, height, width) are in channels-last memory format."""
+    """Return a batch with its 4-d tensors (n, channels, height, width) in channels-last format."""
     import torch
     from accelerate.utils import recursively_apply
 
@@ -328,7 +331,7 @@ def checkpoint_activations(model: nn.Module) -> int:
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost layers of ``model`` of which there are two or more of one class.
+    """Return the outermost layers of ``model`` of which there are two or more of one class.
 
     A layer has parameters and child modules. The model itself does not count: recomputed as a whole
     it would need as much memory. An ``nn.Sequential`` counts if it is in a list of modules and
@@ -363,7 +366,7 @@ def _outermost(module: nn.Module, layers: set[nn.Module]) -> Iterator[nn.Module]
 
 
 def _recomputed(block: nn.Module, norms: list[BatchNorm], *args: Any, **kwargs: Any) -> object:
-    """The ``forward`` of a block that keeps only its inputs for the backward pass."""
+    """Return the ``forward`` of a block that keeps only its inputs for the backward pass."""
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -444,7 +447,10 @@ def register_compression(
 
 
 def first_compressed(steps: int) -> int:
-    """The optimizer step (from 0) at which PowerSGD starts; DDP lays out buckets in the first 2."""
+    """Return the optimizer step (from 0) at which PowerSGD starts.
+
+    DDP lays out buckets in the first 2.
+    """
     return max(2, min(1000, steps // 10))
 
 

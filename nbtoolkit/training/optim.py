@@ -117,7 +117,7 @@ def _of_class(
 
 
 def _parameters(kind: OptimizerClass) -> list[str]:
-    """The names of a class's parameters after the first, those to optimize."""
+    """Return the names of a class's parameters after the first, those to optimize."""
     return list(inspect.signature(kind).parameters)[1:]
 
 
@@ -128,7 +128,7 @@ def _accepts(kind: OptimizerClass, name: str) -> bool:
 
 
 def _import_class(dotted: str) -> OptimizerClass:
-    """The optimizer class of a dotted name."""
+    """Return the optimizer class of a dotted name."""
     from torch.optim import Optimizer
 
     path, _, name = dotted.rpartition(".")
@@ -163,7 +163,7 @@ def _refuse_closure(kind: OptimizerClass, place: str) -> None:
 
 
 def _arguments(optim: Optim, kind: OptimizerClass, model: nn.Module) -> dict[str, Any]:
-    """The arguments of the class, besides the groups."""
+    """Return the arguments of the class, besides the groups."""
     import torch
 
     own: dict[str, Any] = {"lr": optim.lr} if _accepts(kind, "lr") else {}
@@ -207,7 +207,7 @@ def _can_fuse(kind: OptimizerClass, model: nn.Module) -> bool:
 def _groups(
     optim: Optim, kind: OptimizerClass, model: nn.Module, loss: nn.Module | None
 ) -> list[dict[str, Any]]:
-    """The groups of :func:`make_optimizer`."""
+    """Return the groups of :func:`make_optimizer`."""
     rest, matched = match_groups(optim.param_groups, model)
     modules = [model] if loss is None else [model, loss]
     without_decay = (
@@ -245,7 +245,7 @@ def _groups(
 def match_groups(
     groups: Sequence[Mapping[str, Any]], model: nn.Module
 ) -> tuple[Named, list[Named]]:
-    """The trainable parameters that no group's pattern matches, and those of each group, by name.
+    """Return the trainable parameters in no group, and those of each group, by name.
 
     Args:
         groups: each has ``match``: a pattern of parameter names as in ``fnmatch`` (``*`` matches
@@ -303,7 +303,7 @@ def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _of_user(given: object, model: nn.Module, loss: nn.Module | None) -> torch.optim.Optimizer:
-    """The optimizer of an object or a function, its state on the model's device."""
+    """Return the optimizer of an object or a function, its state on the model's device."""
     from torch.optim import Optimizer
 
     made = given
@@ -418,7 +418,7 @@ class Schedule:
             self._by_epoch.step(value)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs besides the number of steps and the optimizer's groups."""
+        """Return what a resumed run needs besides the steps and the optimizer's groups."""
         return {name: scheduler.state_dict() for name, scheduler in self._counting().items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -428,7 +428,7 @@ class Schedule:
                 scheduler.load_state_dict(state[name])
 
     def _counting(self) -> dict[str, LRScheduler]:
-        """The schedulers with a state, by name."""
+        """Return the schedulers with a state, by name."""
         schedulers = {
             "by_step": None if self._is_curve else self._by_step,
             "by_epoch": self._by_epoch,
@@ -489,7 +489,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _curve(optimizer: torch.optim.Optimizer, factor: Callable[[int], float]) -> Schedule:
-    """The present rates, times ``factor`` of the step."""
+    """Return the present rates, times ``factor`` of the step."""
     from torch.optim.lr_scheduler import LambdaLR
 
     _forget_schedulers(optimizer)
@@ -567,7 +567,7 @@ def _one_cycle(config: Config, optimizer: torch.optim.Optimizer, steps: int) -> 
 
 
 def _plateau(config: Config, optimizer: torch.optim.Optimizer, steps: int) -> Schedule:
-    """A rate that drops when the monitored metric stops improving, after a warm-up."""
+    """Return a rate that drops when the monitored metric stops improving, after a warm-up."""
     from torch.optim.lr_scheduler import LinearLR, ReduceLROnPlateau
 
     optim = config.optim
@@ -644,7 +644,7 @@ def _check_schedule(made: LRScheduler, optimizer: torch.optim.Optimizer, steps: 
 def _schedule_of_function(
     given: object, optimizer: torch.optim.Optimizer, steps: int
 ) -> LRScheduler | Callable[[int], float]:
-    """The scheduler that a function makes, or the function if it is one of the step."""
+    """Return the scheduler that a function makes, or the function if it is one of the step."""
     from torch.optim.lr_scheduler import LRScheduler
 
     if not callable(given) or isinstance(given, type):

@@ -152,14 +152,14 @@ class TrainState:
         return wanted and self.best is not None and self.best_epoch != self.epoch
 
     def summary(self) -> dict[str, float]:
-        """The metrics of the epoch with whose weights the model ends, and the best epoch."""
+        """Return the metrics of the epoch with whose weights the model ends, and the best epoch."""
         values = self.best_values if self.ends_with_best else self.values
         best = math.nan if self.best is None else self.best
         name = f"best_{self.monitored}"
         return {**values, name: best, "epoch": self.epoch, "best_epoch": self.best_epoch}
 
     def state(self) -> State:
-        """The attributes, plain values for a checkpoint."""
+        """Return the attributes, plain values for a checkpoint."""
         attributes = {name: value for name, value in vars(self).items() if name[0] != "_"}
         return {"reference": self._reference, **attributes}
 

@@ -110,7 +110,7 @@ class Passes:
         return ""
 
     def count_micro_batches(self, steps: int) -> int:
-        """The number of :attr:`micro_batches` in the first ``steps`` optimizer steps."""
+        """Return the number of :attr:`micro_batches` in the first ``steps`` optimizer steps."""
         if steps < self.steps:
             return steps * self._micro_batches_per_step
         return len(self.micro_batches)
@@ -149,7 +149,7 @@ class Passes:
         return self.smallest == 2 and possible
 
     def _share_of_rest(self, rank: int) -> tuple[int, int]:
-        """A rank's part [low, high) of the samples of a last step smaller than ``batch``."""
+        """Return a rank's part [low, high) of the samples of a last step smaller than ``batch``."""
         rest = self._rest
         if not self._avoids_single:
             return shard(rest, rank, self.ranks)
@@ -160,7 +160,7 @@ class Passes:
         return shard(rest, rank, sharing) if rank < sharing else (rest, rest)
 
     def _uneven_step(self) -> list[MicroBatch]:
-        """The micro-batches of a last step smaller than ``batch``.
+        """Return the micro-batches of a last step smaller than ``batch``.
 
         Every rank has as many as the rank with the most samples: a model's forward pass may hold
         collectives (SyncBatchNorm).
@@ -266,7 +266,7 @@ def permutation(samples: int, *, seed: int, epoch: int) -> Tensor:
 
 
 def _weighted(weights: SampleWeights, data: object, samples: int, seed: int) -> EpochOrder:
-    """``samples`` draws with replacement, in proportion to the weights."""
+    """Return ``samples`` draws with replacement, in proportion to the weights."""
     import torch
 
     if isinstance(weights, str):
@@ -359,7 +359,7 @@ def _sampled(sampler: Iterable[int], samples: int, seed: int, ranks: int) -> Epo
 
 
 def _ask(sampler: Iterable[int], epoch: int, size: int, samples: int, seed: int) -> list[int]:
-    """The indices of ``epoch``, with all generators seeded by (seed, epoch).
+    """Return the indices of ``epoch``, with all generators seeded by (seed, epoch).
 
     Raises:
         FitError: they are not ``size`` indices of ``samples`` samples.

@@ -40,7 +40,7 @@ class NamedMetric:
     takes: str
 
     def __call__(self, outputs: Tensor, targets: Tensor, loss: object = None) -> float:
-        """The metric; ``loss`` is the training's, which says how outputs are to be read.
+        """Return the metric; ``loss`` is the training's, which says how outputs are to be read.
 
         Raises:
             FitError: outputs and targets do not fit the metric.
@@ -59,12 +59,12 @@ class NamedMetric:
 
 
 def metric_names() -> list[str]:
-    """The names, for people: ``map@k`` stands for every k."""
+    """Return the names, for people: ``map@k`` stands for every k."""
     return ["accuracy", *_NUMBERS, *_CLASSES, *_SCORES, "map@k"]
 
 
 def named_metric(name: str) -> NamedMetric | None:
-    """The metric of a name; None: there is none of this name.
+    """Return the metric of a name; None: there is none of this name.
 
     Raises:
         MissingExtra: scikit-learn is not installed.
@@ -152,7 +152,7 @@ def _sklearn(function: str, predictions: Tensor, targets: Tensor, **options: Any
 
 
 def _of_each_class(function: str, scores: Tensor, labels: Tensor) -> float:
-    """The mean over the classes that occur, each against the others; NaN of a single one."""
+    """Return the mean over the classes that occur, each against the others; NaN of a single one."""
     import torch
 
     if scores.shape == labels.shape:
@@ -170,7 +170,7 @@ def _of_each_class(function: str, scores: Tensor, labels: Tensor) -> float:
 
 
 def _map_at(k: int, scores: Tensor, labels: Tensor) -> float:
-    """The mean average precision of the ``k`` classes with the highest scores."""
+    """Return the mean average precision of the ``k`` classes with the highest scores."""
     import torch
 
     if scores.shape == labels.shape:

@@ -119,7 +119,7 @@ class StepWeights:
             self._work = dist.all_reduce(self._sums, async_op=True)
 
     def factor(self) -> Tensor | None:
-        """What makes the gradients of the step those of the mean over its weights.
+        """Return what makes the gradients of the step those of the mean over its weights.
 
         The weights of the micro-batches are multiplied by it, so that they sum to the samples: all
         samples count equally in reports, as if one device returned the loss of the step. None: the
@@ -320,7 +320,7 @@ class TrainStep:
             broadcast_buffers(self.averages.module, self._ranks)
 
     def state(self) -> State:
-        """What a resumed run needs, as :meth:`Strategy.gathered` takes it."""
+        """Return what a resumed run needs, as :meth:`Strategy.gathered` takes it."""
         state = {
             "model": self.module.state_dict(),
             "step": self.steps_done,
@@ -356,7 +356,7 @@ class TrainStep:
         self.steps_done = state["step"]
 
     def weights(self) -> State:
-        """The weights that were evaluated, and those of a loss that is trained."""
+        """Return the weights that were evaluated, and those of a loss that is trained."""
         weights = {"model": self.evaluated_module.state_dict()}
         if self.loss_module is not None:
             weights["loss_parameters"] = self.loss_module.state_dict()
@@ -379,7 +379,7 @@ class TrainStep:
         return BatchLoss(loss.mean.detach(), weight)
 
     def _loss(self, batch: Batch, micro_batch: MicroBatch) -> BatchLoss:
-        """The loss of a micro-batch; checked, if it is the first one."""
+        """Return the loss of a micro-batch; checked, if it is the first one."""
         reduced_loss = self.reduced_loss
         computed = self._compute(self.model, batch, records=reduced_loss.records)
         if self._first_pass:
@@ -394,7 +394,7 @@ class TrainStep:
         return reduced_loss.reduce(computed, micro_batch.rows)
 
     def _compute(self, model: Callable[..., Any], batch: Batch, *, records: bool) -> Computed:
-        """A forward pass and its loss.
+        """Return a forward pass and its loss.
 
         Args:
             model: the model as it is called.
@@ -429,7 +429,7 @@ class TrainStep:
         check_labels(outputs, targets if self._targets is None else self._targets, self.loss)
 
     def _weighted(self, loss: BatchLoss, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | float]:
-        """What a backward pass begins with, and the weight of the loss in reports.
+        """Return what a backward pass begins with, and the weight of the loss in reports.
 
         If the loss is a mean over weights, :meth:`_optimize` divides by the weights of the step.
         """
@@ -447,7 +447,7 @@ class TrainStep:
         return not isinstance(loss.weight, float) and not self.reduced_loss.all_must_count
 
     def _optimize(self, measure_norm: bool) -> None:
-        """The optimizer's step with the present gradients, at the schedule's learning rate."""
+        """Make the optimizer's step with the present gradients, at the schedule's rate."""
         if self._must_be_used:
             refuse_unused(self._named)
         if self._loss_parameters:

@@ -152,7 +152,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _of_compiler(error: Exception) -> FitError | None:
-    """The error to raise for one of ``torch.compile``; None: it is another."""
+    """Return the error to raise for one of ``torch.compile``; None: it is another."""
     if not any(one.__module__.startswith(_COMPILERS) for one in type(error).__mro__):
         return None
     lines = (line.strip() for line in str(error).splitlines())
@@ -183,7 +183,7 @@ def refuse_unused(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _unused_parameters(names: Sequence[str], *, static_graph: bool) -> FitError:
-    """The error for parameters not used in a step of several ranks.
+    """Return the error for parameters not used in a step of several ranks.
 
     Args:
         names: of the parameters; empty: not known.
@@ -203,7 +203,7 @@ def _unused_parameters(names: Sequence[str], *, static_graph: bool) -> FitError:
 
 
 def _names_in(text: str, names: Sequence[str]) -> list[str]:
-    """The names behind "Parameter indices which did not receive grad for rank 1: 2 3"."""
+    """Return the names behind "Parameter indices which did not receive grad for rank 1: 2 3"."""
     match = re.search(r"Parameter indices which did not receive grad for rank \d+:([ \d]+)", text)
     return [names[int(index)] for index in match[1].split()] if match else []
 
@@ -520,7 +520,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def gathered(value: Any, *, keep: bool) -> Any:
-    """A nested state with whole tensors on the CPU in place of sharded ones; a collective.
+    """Return a nested state with whole tensors on the CPU in place of sharded ones; a collective.
 
     The ranks' device has one whole tensor at a time. The result shares no memory with ``value``.
 
@@ -588,7 +588,7 @@ def _fully_shard(ctx: RunContext, unit: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """The names of a module's attributes, with copies of its hooks; None for all others."""
+    """Return the names of a module's attributes, with copies of its hooks; None for all others."""
     return {
         name: copy.copy(value) if "_hooks" in name else None for name, value in vars(module).items()
     }
@@ -620,7 +620,9 @@ def _distribute_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
 
 
 def _distributed(value: Any, like: Tensor | None) -> Any:
-    """This rank's part of rank 0's ``value``, sharded as ``like``; unchanged if the shapes differ.
+    """Return this rank's part of rank 0's ``value``, sharded as ``like``.
+
+    Unchanged if the shapes differ.
 
     Unequal shapes are for ``load_state_dict`` to refuse, or a step count and the like.
     """
@@ -679,5 +681,5 @@ def shard_inputs(ctx: RunContext, objects: Sequence[object]) -> None:
 
 
 def gather_state(ctx: RunContext, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What ``ctx.save`` writes: ``state`` with whole tensors on rank 0; a collective."""
+    """Return what ``ctx.save`` writes: ``state`` with whole tensors on rank 0; a collective."""
     return cast("Mapping[str, Any]", gathered(state, keep=ctx.is_main))

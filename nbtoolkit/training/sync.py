@@ -103,7 +103,7 @@ class LossWindow:
         )
 
     def values(self) -> list[float]:
-        """The mean loss of every micro-batch, read from the device."""
+        """Return the mean loss of every micro-batch, read from the device."""
         import torch
 
         return torch.stack([loss.mean for loss in self.losses]).tolist() if self.losses else []
@@ -115,7 +115,7 @@ class LossWindow:
         self.log_points = []
 
     def sums(self, values: list[float]) -> list[LossSum]:
-        """The sums of the losses, see :attr:`SyncResult.sums`.
+        """Return the sums of the losses, see :attr:`SyncResult.sums`.
 
         Args:
             values: what :meth:`values` returned.
@@ -129,7 +129,7 @@ class LossWindow:
         ]
 
     def _weights(self) -> list[float]:
-        """The weight of every micro-batch, read from the device if it is there."""
+        """Return the weight of every micro-batch, read from the device if it is there."""
         import torch
 
         if all(isinstance(loss.weight, float) for loss in self.losses):
@@ -190,7 +190,7 @@ _MEMORY_INTERVAL = 1.0
 
 
 def memory_used(ctx: RunContext) -> float:
-    """This rank's memory in GB (10^9 bytes).
+    """Return this rank's memory in GB (10^9 bytes).
 
     On a GPU the peak of torch's tensors since the last call (``torch.cuda.max_memory_allocated``);
     on the CPU the resident memory now.
@@ -218,7 +218,7 @@ class MetricLogger:
         self._read_at = -_MEMORY_INTERVAL
 
     def memory(self) -> float:
-        """This rank's device memory (on the CPU: resident memory) in GB, at most a second old."""
+        """Return this rank's memory of the device (on the CPU: resident) in GB, a second old."""
         now = time.monotonic()
         if now - self._read_at >= _MEMORY_INTERVAL:
             self._memory = memory_used(self._ctx)
@@ -333,7 +333,7 @@ class StepClock:
             began = time.perf_counter()
 
     def take(self, steps: int) -> RankTime:
-        """This rank's time since the last call or :meth:`begin`.
+        """Return this rank's time since the last call or :meth:`begin`.
 
         Args:
             steps: optimizer steps in it.
@@ -364,7 +364,7 @@ class StepClock:
                 self._judged = [RankTime(0.0, 0.0, 0.0)] * len(times)
 
     def shares(self) -> dict[str, float]:
-        """The shares of the wall time since the last call, to be logged: means over the ranks."""
+        """Return the shares of the wall time since the last call, as means over the ranks."""
         wall = sum(one.wall for one in self._logged) or 1.0
         data = sum(one.data for one in self._logged) / wall
         shares = {"data_share": data, "compute_share": 1.0 - data}
@@ -504,7 +504,7 @@ def raise_if_not_finite(
 
 
 def not_finite(losses: Iterable[StepLoss]) -> list[StepLoss]:
-    """The losses that are infinite or NaN, sorted by step."""
+    """Return the losses that are infinite or NaN, sorted by step."""
     wrong = [loss for loss in losses if not math.isfinite(loss.loss)]
     return sorted(wrong, key=lambda loss: loss.step)
 

@@ -165,7 +165,7 @@ class _Scale:
         return cls(axis, low, high, start, end, log)
 
     def at(self, value: float) -> float:
-        """The position of a value; of one outside of the axis, its edge."""
+        """Return the position of a value; of one outside of the axis, its edge."""
         value = min(max(value, self.low), self.high)
         low = self.low
         high = self.high
@@ -180,7 +180,7 @@ class _Scale:
         return not self.low <= value <= self.high
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
-        """A few round values, each with its text."""
+        """Return a few round values, each with its text."""
         if self.axis.choices:
             every = -(-len(self.axis.choices) // most)
             return [
@@ -235,7 +235,7 @@ def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
 
 
 def _finite(series: Series) -> list[tuple[float, float, str]]:
-    """The points that can be drawn, each with its title, thinned to what is visible."""
+    """Return the points that can be drawn, each with its title, thinned to what is visible."""
     alone = len(series.titles) == 1
     titles = series.titles if len(series.titles) == len(series.points) and not alone else ()
     found = [
@@ -282,7 +282,7 @@ def _shape(
 
 
 def _point(series: Series, x: float, y: float, title: str, *, cut: bool) -> str:
-    """A mark; a cross where the value lies beyond the axis."""
+    """Return a mark; a cross where the value lies beyond the axis."""
     inside = _title(title or (series.titles[0] if len(series.titles) == 1 else ""))
     if series.mark == "crosses" or cut:
         path = f"M{x - 3:.1f},{y - 3:.1f}l6,6m0,-6l-6,6"

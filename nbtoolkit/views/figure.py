@@ -67,7 +67,7 @@ class Chart:
         )
 
     def _svg(self) -> str:
-        """The charts below each other in one image."""
+        """Return the charts below each other in one image."""
         return svg_file([picture for card in self.cards for picture in _pictures(card.parts)])
 
     def _repr_html_(self) -> str:

@@ -139,7 +139,7 @@ def metric_charts(lines: Iterable[tuple[str, Series]], step: str) -> list[list[P
 
 
 def _quantity_axis(name: str, lines: Sequence[Series]) -> Axis:
-    """The axis of a quantity: logarithmic for a loss that fell a lot."""
+    """Return the axis of a quantity: logarithmic for a loss that fell a lot."""
     values = [value for line in lines for _, value in line.points if drawable(value)]
     log = bool(values) and "loss" in name and 0 < min(values) * _LOG_RATIO < max(values)
     return Axis(name, low=min(values), high=max(values), log=True) if log else Axis(name)
@@ -232,7 +232,7 @@ def _bars(state: State, row: Sequence[JobSpan], begin: float) -> list[Span]:
 
 
 def _doing(state: State, span: JobSpan) -> str:
-    """What a slot does now."""
+    """Return what a slot does now."""
     if span.state != "running":
         return "idle"
     trials = state.table.trials if isinstance(state.table, SweepTable) else {}

@@ -203,7 +203,7 @@ class State:
         return not self._owned and self.status in ("stopped", "deadline", "failed", "cut off")
 
     def share(self) -> float | None:
-        """The share that is done, from 0 to 1; None: unknown."""
+        """Return the share that is done, from 0 to 1; None: unknown."""
         if self.kind == "run":
             total = self.total_steps()
             if not total or self.last_report is None:
@@ -213,7 +213,7 @@ class State:
         return min(done / total, 1.0) if total else None
 
     def total_steps(self) -> int | None:
-        """The step of a run's last report; None: unknown, or its steps are not epochs.
+        """Return the step of a run's last report; None: unknown, or its steps are not epochs.
 
         A loop of the user's own may count other things than ``train.epochs``; a completed run whose
         last step is not ``train.epochs`` did.
@@ -223,7 +223,7 @@ class State:
         return None if last > (self.epochs or 0) or ended_elsewhere else self.epochs
 
     def counts(self) -> tuple[int, int | None]:
-        """The number of trials or folds that have ended, and of all (None: unknown)."""
+        """Return the number of trials or folds that have ended, and of all (None: unknown)."""
         if isinstance(self.table, SweepTable):
             return self.table.ended, self.table.n_trials
         if self.kind == "cv":
@@ -258,7 +258,7 @@ class State:
         return self._past_attempts + max(end - self.began, 0.0)
 
     def activity(self, now: float | None = None) -> str:
-        """What it does before the first report; empty later."""
+        """Return what it does before the first report; empty later."""
         if self.status != "running" or self.began is None:
             return ""
         if self.first_report or self._logged_at or self.trials:
@@ -301,16 +301,22 @@ class State:
         return self.curves or self.logged
 
     def trial(self, number: int) -> RunPaths:
-        """The folder of a sweep's trial."""
+        """Return the folder of a sweep's trial."""
         return RunPaths(self.paths.folder / f"trials/{number:04d}")
 
     def planned_steps(self) -> int | None:
-        """The number of reports of a whole trial: that of most complete ones; None: unknown."""
+        """Return the number of reports of a whole trial: that of most complete ones.
+
+        None: unknown.
+        """
         counts = [len(points) for n in self.values if (points := self.trials.get(n))]
         return median_low(counts) if counts else None
 
     def saved_by_pruning(self) -> float | None:
-        """The share of the reports of all ended trials that pruning saved; None: it ended none."""
+        """Return the share of the reports of all ended trials that pruning saved.
+
+        None: it ended none.
+        """
         planned = self.planned_steps()
         if not isinstance(self.table, SweepTable) or planned is None:
             return None
@@ -347,7 +353,7 @@ class State:
         return sorted(spans, key=lambda span: span.begin)
 
     def workers(self, now: float | None = None) -> list[list[JobSpan]]:
-        """The newest spans on the fewest rows on which none overlap: what each slot did.
+        """Return the newest spans on the fewest rows on which none overlap: what each slot did.
 
         Args:
             now: unix seconds, the end of what runs; None: the clock's.
@@ -356,14 +362,14 @@ class State:
         return rows_of(newest, time.time() if now is None else now)
 
     def job(self, span: JobSpan) -> RunPaths:
-        """The folder of a span's job."""
+        """Return the folder of a span's job."""
         if span.number is None:
             return RunPaths(self.paths.folder / fold_key(span.fold or 0))
         folder = self.trial(span.number).folder
         return RunPaths(folder if span.fold is None else folder / f"fold-{span.fold}")
 
     def folds(self, trial: int | None = None) -> list[JobSpan]:
-        """The folds of a cross-validation, or of a sweep's trial, by number.
+        """Return the folds of a cross-validation, or of a sweep's trial, by number.
 
         Args:
             trial: the trial's number; None: the cross-validation's.
@@ -374,7 +380,7 @@ class State:
         return [fold for _, fold in sorted({**waiting, **known}.items())]
 
     def fold_runs(self) -> dict[int, State]:
-        """The states of the runs of a cross-validation's folds, by number."""
+        """Return the states of the runs of a cross-validation's folds, by number."""
         for index in sorted(self._jobs.get(None, ())):
             if index not in self._fold_states:
                 self._fold_states[index] = State(RunPaths(self.paths.folder / fold_key(index)))
@@ -382,7 +388,7 @@ class State:
         return self._fold_states
 
     def _fold_count(self) -> int | None:
-        """The number of folds of a cross-validation; None: unknown."""
+        """Return the number of folds of a cross-validation; None: unknown."""
         assert isinstance(self.table, FoldTable)
         if self.table.folds is None:
             numbers = number_values(read_or_empty(self.paths.folder / FOLDS_FILE))
@@ -393,7 +399,7 @@ class State:
     # --- devices ---
 
     def devices(self) -> list[DeviceUse]:
-        """The use of each rank, slot and GPU.
+        """Return the use of each rank, slot and GPU.
 
         Of a live run the newest reading; of one that has ended the mean over its last minute. Of a
         sweep, a slot's use is that of the trials that ran on it.

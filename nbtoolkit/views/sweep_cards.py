@@ -99,7 +99,7 @@ def value_axis(state: State, table: SweepTable, objective: int = 0) -> Axis:
 
 
 def _complete(table: SweepTable, objective: int) -> dict[int, float]:
-    """The values of an objective in the complete trials, by number."""
+    """Return the values of an objective in the complete trials, by number."""
     trials = [trial for trial in table.trials.values() if trial.state == "complete"]
     values = {trial.number: value_of(trial, objective) for trial in trials}
     return {number: value for number, value in sorted(values.items()) if value is not None}
@@ -164,7 +164,7 @@ _MARKS: dict[str, tuple[Mark, str]] = {
 def _marks(
     table: SweepTable, at: Mapping[Trial, float], edge: float | None, objective: int
 ) -> list[Series]:
-    """A mark for each trial with a value, by state.
+    """Return a mark for each trial with a value, by state.
 
     Args:
         table: the trials.
@@ -253,7 +253,7 @@ def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> Card |
 def _positions(
     parameter: Mapping[str, Any], trials: Sequence[Trial], name: str
 ) -> tuple[Axis, dict[Trial, float]]:
-    """The axis of a parameter, and each trial's position on it."""
+    """Return the axis of a parameter, and each trial's position on it."""
     values = {trial: trial.params[name] for trial in trials}
     numeric = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values.values())
     if numeric and "choices" not in parameter:

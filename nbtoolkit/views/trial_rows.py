@@ -198,7 +198,7 @@ def _value_cell(text: str, bar: float | None, colour: str) -> str | ColouredCell
 
 
 def _bars(values: Sequence[float | None], direction: str) -> list[float | None]:
-    """The share of each value's bar among those shown: the best one fills its cell."""
+    """Return the share of each value's bar among those shown: the best one fills its cell."""
     known = [value for value in values if value is not None]
     if len(known) < 2 or min(known) == max(known):
         return [None] * len(values)

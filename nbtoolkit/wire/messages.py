@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass_transform(**_):
-        """A placeholder: only mypy needs it, and ``typing`` has it from Python 3.11 on."""
+        """Stand in for ``typing``'s, which Python 3.11 has: only mypy needs it."""
         return lambda kind: kind
 
 

@@ -247,7 +247,7 @@ def _code_of_file(
 
 
 def _memory_order(array: NDArray[Any]) -> Literal["C", "F"]:
-    """The order of a contiguous array in memory; of any other, the order of its copy."""
+    """Return the order of a contiguous array in memory; of any other, the order of its copy."""
     return "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
 
 
@@ -409,7 +409,7 @@ def _make_tensor(
 
 
 def _sources(files: set[str]) -> dict[str, list[str]]:
-    """The source lines of cells (files that exist only in this process), for tracebacks."""
+    """Return the source lines of cells (files that exist only in this process), for tracebacks."""
     return {
         name: lines
         for name in files
@@ -418,7 +418,7 @@ def _sources(files: set[str]) -> dict[str, list[str]]:
 
 
 def _cannot_pickle(function: Callable[..., Any], error: Exception) -> CannotPickle:
-    """The error that names the captured object that cannot be pickled, found by trying each."""
+    """Return the error of the captured object that cannot be pickled, found by trying each."""
     called = f"{getattr(function, '__name__', type_name(function))}()"
     what = f"the function {called} cannot be pickled: {error}"
     for label, value in _captured(function):
@@ -442,7 +442,7 @@ def _pickle_failure(value: object) -> Exception | None:
 
 
 def _captured(function: Callable[..., Any]) -> list[tuple[str, object]]:
-    """The objects that a function refers to, with labels: closure, globals, defaults."""
+    """Return the objects that a function refers to, with labels: closure, globals, defaults."""
     code = getattr(function, "__code__", None)
     if code is None:
         inner = getattr(function, "__wrapped__", None)  # nb.verify wraps the user's function
@@ -457,7 +457,7 @@ def _captured(function: Callable[..., Any]) -> list[tuple[str, object]]:
 
 
 def closure_values(function: object) -> Iterator[tuple[str, object]]:
-    """The names and values of a function's closure variables, but of those not assigned yet."""
+    """Yield names and values of the closure variables of a function that are assigned."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
         with contextlib.suppress(ValueError):  # an empty cell
@@ -465,7 +465,7 @@ def closure_values(function: object) -> Iterator[tuple[str, object]]:
 
 
 def global_names(code: types.CodeType) -> set[str]:
-    """The names that a function's code, and the functions in it, look up outside of it."""
+    """Return the names that a function's code, and the functions in it, look up outside of it."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -474,7 +474,7 @@ def global_names(code: types.CodeType) -> set[str]:
 
 
 def _inner_part(value: object) -> str:
-    """The attribute or captured object of ``value`` that cannot be pickled, one level deep."""
+    """Return the attribute or captured object of ``value`` that cannot be pickled."""
     if isinstance(value, types.FunctionType):
         parts = _captured(value)
     else:

@@ -127,12 +127,12 @@ class PackedError:
     notes: Sequence[str] = ()
 
     def encode(self) -> bytes:
-        """The content of ``error.pkl``."""
+        """Return the content of ``error.pkl``."""
         return pickle.dumps(self)
 
     @classmethod
     def decode(cls, data: bytes) -> PackedError:
-        """The error that :meth:`encode` wrote (a pickle: load only your own runs).
+        """Return the error that :meth:`encode` wrote (a pickle: load only your own runs).
 
         Raises:
             Exception: the data is damaged.
@@ -183,7 +183,7 @@ def _ends(text: str) -> str:
 
 
 def _with_short_texts(error: BaseException) -> BaseException:
-    """The error, or a copy of it if texts in it are long."""
+    """Return the error, or a copy of it if texts in it are long."""
 
     def short(value: object) -> object:
         return _ends(value) if isinstance(value, str) else value
@@ -197,7 +197,7 @@ def _with_short_texts(error: BaseException) -> BaseException:
 
 
 def _pickle_error(error: BaseException) -> bytes | None:
-    """The exception's first pickle that restores the same text; None: there is none."""
+    """Return the exception's first pickle that restores the same text; None: there is none."""
     for make in _pickle_candidates(error):
         try:
             data = _dumps(make())
@@ -210,7 +210,7 @@ def _pickle_error(error: BaseException) -> bytes | None:
 
 
 def _pickle_candidates(error: BaseException) -> list[Callable[[], object]]:
-    """What to pickle of an exception: its parts where ``__init__`` may refuse ``args``."""
+    """Return what to pickle of an exception: its parts where ``__init__`` may refuse ``args``."""
 
     def whole() -> object:
         return error
@@ -236,7 +236,7 @@ def unpack_error(packed: PackedError) -> BaseException:
 
 
 def for_the_cell(packed: PackedError) -> PackedError:
-    """The error with the part of its traceback that concerns the user, causes included.
+    """Return the error with the part of its traceback that concerns the user, causes included.
 
     An error of nbtoolkit's own explains itself, and ends at the user's call. The rank's log keeps
     the whole traceback.
@@ -274,7 +274,7 @@ def _make(
 
 
 def as_worker_error(packed: PackedError) -> WorkerError:
-    """An error that shows another one's type, text and traceback."""
+    """Return an error that shows another one's type, text and traceback."""
     return WorkerError(
         f"{packed.type}: {packed.text}\n\n{packed.traceback}".rstrip(),
         do="read the traceback above; the exception itself could not be brought to this process",
@@ -282,7 +282,7 @@ def as_worker_error(packed: PackedError) -> WorkerError:
 
 
 def one_line(kind: str, text: str) -> str:
-    """An exception's type (dotted) and text as one line."""
+    """Return an exception's type (dotted) and text as one line."""
     first = text.strip().splitlines()[:1]
     return ": ".join([kind.rpartition(".")[2], *first])
 

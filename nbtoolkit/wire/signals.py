@@ -100,7 +100,7 @@ def not_yet(number: int, _: FrameType | None) -> None:
 
 
 def describe_signal(number: int) -> str:
-    """What a signal means for the run, as the reason of its stop."""
+    """Return what a signal means for the run, as the reason of its stop."""
     return f"{signal.Signals(number).name} {_ANNOUNCES}"
 
 

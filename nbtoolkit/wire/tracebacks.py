@@ -119,7 +119,7 @@ def user_line(frames: Sequence[PackedFrame]) -> tuple[str, int] | None:
 
 
 def users_part(frames: Sequence[PackedFrame], *, explains_itself: bool) -> list[PackedFrame]:
-    """The frames that a cell shows; the log has all of them.
+    """Return the frames that a cell shows; the log has all of them.
 
     Args:
         frames: of the whole traceback.
@@ -137,7 +137,7 @@ def show_users_part(error: BaseException) -> None:
 
 
 def ipython_lines(error: BaseException) -> list[str]:
-    """What IPython shows of an exception that nbtoolkit raises in the kernel, and of its causes.
+    """Return what IPython shows of an exception raised in the kernel, and of its causes.
 
     The exceptions keep all their frames, for ``%debug``.
     """
@@ -158,7 +158,7 @@ def ipython_lines(error: BaseException) -> list[str]:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error, its cause or context, and so on."""
+    """Return the error, its cause or context, and so on."""
     chain: list[BaseException] = []
     each: BaseException | None = error
     while each is not None and each not in chain:

@@ -46,7 +46,7 @@ class Connection:
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
-        """The descriptor, for select."""
+        """Return the descriptor, for select."""
         return self.socket.fileno()
 
     def send(self, message: Message) -> bool:
@@ -202,7 +202,7 @@ def notify_files_changed(connection: Connection) -> None:
 
 
 def free_port() -> int:
-    """A TCP port that is free now; another process may take it before it is used."""
+    """Return a TCP port that is free now; another process may take it before it is used."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

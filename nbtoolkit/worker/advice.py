@@ -21,7 +21,7 @@ _DEVICE_ERRORS = ("Expected all tensors to be on the same device", "weight type 
 
 
 def advice(error: BaseException) -> str | None:
-    """What to change in code that was written for other circumstances; None: other errors.
+    """Return what to change in code that was written for other circumstances; None: other errors.
 
     Args:
         error: raised by a training function.

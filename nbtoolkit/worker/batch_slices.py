@@ -100,7 +100,7 @@ class NotRows(Exception):
 
 
 def rows(batch: Any, low: int, high: int, size: int) -> Any:
-    """The samples [low, high) of a batch of ``size``, in the structure of the batch.
+    """Return the samples [low, high) of a batch of ``size``, in the structure of the batch.
 
     Args:
         batch: a tensor with one row per sample, a list with one text or number per sample, or
@@ -151,7 +151,7 @@ def refuse_different(digest: str, ranks: int) -> None:
 
 
 def digest(batch: object) -> str:
-    """A hash of the tensors, arrays, texts and numbers of a batch, or of a list of samples."""
+    """Return a hash of the tensors, arrays, texts and numbers of a batch or of samples."""
     import numpy as np
     import torch
     from accelerate.utils import recursively_apply

@@ -83,7 +83,10 @@ class SupervisorChannel:
         return self._stop_pending or self._connection.closed
 
     def wait(self) -> messages.Message | None:
-        """The supervisor's next message but StopPending, which it only notes; None: it is gone."""
+        """Return the supervisor's next message but StopPending, which it only notes.
+
+        None: it is gone.
+        """
         while (message := self._connection.receive()) is not None and self._is_stop(message):
             pass
         return message
@@ -273,7 +276,7 @@ def heartbeat(channel: Channel, ranks: int) -> Iterator[None]:
 
 
 def started_collectives() -> int:
-    """The number of collectives of the default process group that this process has started.
+    """Return the number of collectives of the default process group that this process has started.
 
     Gloo and NCCL count them when they start, not when they end. Collectives of other groups and
     point-to-point messages do not count.

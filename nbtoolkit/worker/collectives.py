@@ -28,7 +28,7 @@ _CONNECTED = b"[Gloo] Rank "
 
 
 def new_gloo_group(timeout: float | None = None) -> ProcessGroup:
-    """A group of all ranks for collectives on the CPU; every rank calls it.
+    """Return a group of all ranks for collectives on the CPU; every rank calls it.
 
     Args:
         timeout: seconds that a collective may take; None: torch's half an hour. A new group does
@@ -138,7 +138,7 @@ class Rows:
 
 
 def in_order(parts: Sequence[Part | None]) -> Any:
-    """The rows of all ranks, in the order of the data set.
+    """Return the rows of all ranks, in the order of the data set.
 
     Args:
         parts: by rank; the batches of the data set went to the ranks in turn. At least one rank
@@ -189,7 +189,7 @@ def _copied(leaf: object, samples: int) -> Tensor:
 
 @cache
 def _cpu_group(world: ProcessGroup) -> ProcessGroup:
-    """The group for collectives on the CPU; created once per ``world``, by all ranks."""
+    """Return the group for collectives on the CPU; created once per ``world``, by all ranks."""
     import torch.distributed as dist
 
     return world if dist.get_backend(world) == "gloo" else new_gloo_group()

@@ -52,7 +52,7 @@ def tensors(value: object) -> Iterator[Tensor]:
 
 
 def roots(value: object) -> list[Node]:
-    """The nodes that have made the tensors in ``value``."""
+    """Return the nodes that have made the tensors in ``value``."""
     return [tensor.grad_fn for tensor in tensors(value) if tensor.grad_fn is not None]
 
 
@@ -112,7 +112,7 @@ def is_sum(loss: Node, outputs: Collection[Node], *, samples: int, ranks: int) -
 
 
 def compared_pairs(loss: Node, outputs: Collection[Node]) -> tuple[Shape, Shape] | None:
-    """The shapes of an output before and after it was broadcast against targets by mistake.
+    """Return the shapes of an output before and after it was broadcast against targets by mistake.
 
     (n, 1) and (n,) become (n, n): each output is compared with the targets of all samples. None if
     that has not happened. Losses of pairs broadcast on purpose; both sides then have gradients.
@@ -147,7 +147,7 @@ def _inputs(node: Node) -> list[Node]:
 
 
 def _shape(node: Node, number: int) -> Shape:
-    """The shape of a node's output; () where it is not known."""
+    """Return the shape of a node's output; () where it is not known."""
     metadata: Any = getattr(node, "_input_metadata", ())
     return tuple(metadata[number].shape) if number < len(metadata) else ()
 
@@ -166,7 +166,7 @@ def _sums_samples(node: Node, samples: int) -> bool:
 
 
 def _number(node: Node) -> float | None:
-    """The Python number by which a node multiplies or divides; None: a tensor."""
+    """Return the Python number by which a node multiplies or divides; None: a tensor."""
     other = _saved(node, "other")
     if not isinstance(other, Tensor):
         return None if other is None else float(other)
@@ -187,5 +187,5 @@ def _saved(node: Node, name: str) -> Any:
 
 
 def _signed(index: int) -> int:
-    """A node shows negative numbers as those of 64 bits without a sign."""
+    """Return a node shows negative numbers as those of 64 bits without a sign."""
     return index - 2**64 if index >= 2**63 else index

@@ -151,7 +151,10 @@ def call_function(function: Callable[..., Any], context: RunContext) -> Any:
 def _noting_files(
     function: Callable[..., Any], paths: RunPaths, channel: SupervisorChannel
 ) -> Callable[..., Any]:
-    """The function; at its end the supervisor is told which files it wrote outside its folder."""
+    """Return the function.
+
+    At its end the supervisor is told which files it wrote outside its folder.
+    """
 
     @wraps(function)
     def noting(config: object, ctx: object) -> object:
@@ -168,7 +171,7 @@ def _noting_files(
 def _noting_imports(
     function: Callable[..., Any], imports: ImportRecorder, channel: SupervisorChannel
 ) -> Callable[..., Any]:
-    """The function; at its end the modules that it imported are told, for later launches."""
+    """Return the function; at its end the modules that it imported are told, for later launches."""
 
     @wraps(function)
     def noting(config: object, ctx: object) -> object:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def prepared_inputs(ctx: RunContext, objects: Iterable[object], steps: EvenSteps) -> list[object]:
-    """The objects for accelerate: models checked, loaders with this rank's slices."""
+    """Return the objects for accelerate: models checked, loaders with this rank's slices."""
     from torch import nn
     from torch.utils.data import DataLoader
 
@@ -40,7 +40,7 @@ def prepared_inputs(ctx: RunContext, objects: Iterable[object], steps: EvenSteps
 
 
 def with_sync_batchnorm(ctx: RunContext, config: Config, model: nn.Module) -> nn.Module:
-    """The model, with synchronised batch norm if ``distributed.sync_batchnorm`` is on."""
+    """Return the model, with synchronised batch norm if ``distributed.sync_batchnorm`` is on."""
     from torch import nn
 
     if ctx.world_size == 1 or not config.distributed.sync_batchnorm:
@@ -53,7 +53,7 @@ def with_sync_batchnorm(ctx: RunContext, config: Config, model: nn.Module) -> nn
 
 
 def with_data_parallel(ctx: RunContext, model: nn.Module) -> nn.Module:
-    """The model; with ``strategy: dp`` in ``DataParallel``, over all devices of the plan.
+    """Return the model; with ``strategy: dp`` in ``DataParallel``, over all devices of the plan.
 
     Its copies share no instance attributes with the model: what replaces its ``forward`` (autocast
     of ``Accelerator.prepare``) has to be applied to the wrapper.
@@ -66,7 +66,10 @@ def with_data_parallel(ctx: RunContext, model: nn.Module) -> nn.Module:
 
 
 def make_accelerator(ctx: RunContext) -> Accelerator:
-    """An ``Accelerator`` set up from the plan; :meth:`RunContext.prepare` calls its ``prepare``."""
+    """Return an ``Accelerator`` set up from the plan.
+
+    :meth:`RunContext.prepare` calls its ``prepare``.
+    """
     from datetime import timedelta
 
     from accelerate import Accelerator

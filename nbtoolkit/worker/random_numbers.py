@@ -30,7 +30,7 @@ _TWISTER_KEY = 624 * 4
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed that is a function of ``parts``; other parts give an unrelated seed."""
+    """Return a 63-bit seed that is a function of ``parts``; other parts give an unrelated seed."""
     text = ":".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -83,7 +83,7 @@ class GeneratorStates(NamedTuple):
 
     @classmethod
     def now(cls) -> GeneratorStates:
-        """The present ones."""
+        """Yield the present ones."""
         import ctypes
 
         import numpy as np
@@ -160,7 +160,7 @@ class RankDraws:
                 self._log.add_layers(model)
 
     def add_loader(self) -> LoaderDraws:
-        """The random numbers of a further loader."""
+        """Return the random numbers of a further loader."""
         self._ctx.divides_samples()
         self._loaders += 1
         return LoaderDraws(self._ctx, self, self._loaders)
@@ -175,7 +175,7 @@ class RankDraws:
             self._log.end()
 
     def watched(self, init: Callable[[int], object] | None) -> Callable[[int], object] | None:
-        """A loader's ``worker_init_fn``, that records the draws of the worker, too."""
+        """Return a loader's ``worker_init_fn``, that records the draws of the worker, too."""
         return init if self._log is None else _WatchedInit(self._ctx.paths.inexact, init)
 
     def count(self, *parts: object) -> int:

@@ -56,7 +56,7 @@ _LOADER_OPTIONS = (
 def slice_loader(
     ctx: RunContext, loader: DataLoader[object], number: int, steps: EvenSteps
 ) -> DataLoader[object]:
-    """A loader of this rank's slices of ``loader``'s batches, on the rank's device.
+    """Return a loader of this rank's slices of ``loader``'s batches, on the rank's device.
 
     All ranks have the same number of batches; together they have the samples of ``loader``, in its
     order. ``shuffle=True`` draws from the run's seed, ``number`` and the epoch, so that an epoch
@@ -146,7 +146,10 @@ class GlobalBatches:
     samples: int | None = None
 
     def uneven(self, ranks: int) -> str | None:
-        """The uneven batch that an epoch will have; None: it has none, or it is not known."""
+        """Return the uneven batch that an epoch will have.
+
+        None: it has none, or it is not known.
+        """
         if self.size is None or self.samples is None:
             return None
         if self.size % ranks:
@@ -160,7 +163,10 @@ class GlobalBatches:
         )
 
     def slices(self, ranks: int) -> int | None:
-        """The number of batches that :meth:`Shares.divide` makes of an epoch's; None: unknown."""
+        """Return the number of batches that :meth:`Shares.divide` makes of an epoch's.
+
+        None: unknown.
+        """
         if self.size is None or self.samples is None:
             return self.length
         whole = self.size * -(-ranks // self.size)  # of as many batches as the ranks need
@@ -207,7 +213,7 @@ class RankBatchSampler:
 
 
 def global_batches(ctx: RunContext, loader: DataLoader[object], number: int) -> GlobalBatches:
-    """The batches of a loader's batch sampler.
+    """Return the batches of a loader's batch sampler.
 
     Args:
         ctx: the run's context.
@@ -254,7 +260,7 @@ def _seeded(sampler: RandomSampler, seed: int) -> RandomSampler:
 
 
 def _undivided(sampler: DistributedSampler[object], ranks: int) -> tuple[Epoch[int], int]:
-    """The order of all replicas together, and its samples: none is repeated.
+    """Return the order of all replicas together, and its samples: none is repeated.
 
     The steps are those of a script whose ranks have this sampler.
     """
@@ -281,7 +287,7 @@ def _undivided(sampler: DistributedSampler[object], ranks: int) -> tuple[Epoch[i
 
 
 def _drawn_on_rank_0(ctx: RunContext, sampler: Iterable[Drawn]) -> Epoch[Drawn]:
-    """What rank 0 draws, on all ranks: the sampler may draw at random."""
+    """Return what rank 0 draws, on all ranks: the sampler may draw at random."""
     length = _length(sampler)
     if length is None and ctx.world_size > 1:
         raise PlanError(
@@ -345,7 +351,7 @@ class RankStream(IterableDataset[object]):
             ) from None
 
     def _checked(self, batches: Iterable[object]) -> Iterator[object]:
-        """The batches, if the first one is equal on all ranks."""
+        """Yield the batches, if the first one is equal on all ranks."""
         for number, batch in enumerate(batches):
             if number == 0 and self._ranks > 1:
                 refuse_different(digest(batch), self._ranks)
@@ -353,7 +359,7 @@ class RankStream(IterableDataset[object]):
 
 
 def _samples(batch: object) -> int:
-    """Number of samples in a batch: rows of its first tensor."""
+    """Return number of samples in a batch: rows of its first tensor."""
     try:
         size: int | None = find_batch_size(batch)
     except TypeError:
@@ -375,7 +381,7 @@ def _as_it_is(batch: object) -> object:
 
 
 def _name(loader: DataLoader[object], number: int) -> str:
-    """A loader for the user: its position, and what it was made of."""
+    """Return a loader for the user: its position, and what it was made of."""
     data = type(loader.dataset).__name__
     samples = _length(loader.dataset)
     of = data if samples is None else f"{data} of {samples} samples"

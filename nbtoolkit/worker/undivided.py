@@ -47,7 +47,10 @@ class UndividedLoaders:
         self._divided = True
 
     def warning(self, ranks: int) -> str | None:
-        """A warning if all ranks have trained on all samples; None: they may have divided them."""
+        """Return a warning if all ranks have trained on all samples.
+
+        None: they may have divided them.
+        """
         if not self._seen or self._divided or self._lightning:
             return None
         return (
@@ -83,7 +86,10 @@ def _divides(loader: DataLoader[Any]) -> bool:
 
 
 def _lightning_class() -> str:
-    """The class of Lightning, on one rank, that iterates over a loader; "": there is none."""
+    """Return the class of Lightning, on one rank, that iterates over a loader.
+
+    "": there is none.
+    """
     name = ""
     frame = sys._getframe(2).f_back
     while frame is not None:

@@ -172,7 +172,7 @@ class Watch:
         return Signal.SAVE if self.times.due_by_time() else Signal.CONTINUE
 
     def _steps_in_time(self, step: int) -> int:
-        """The number of steps to the next agreement, from the duration of the last ones."""
+        """Return the number of steps to the next agreement, from the duration of the last ones."""
         if step == self._step:  # no step was measured
             return self._steps_ahead
         seconds = (time.monotonic() - self._since) / (step - self._step)

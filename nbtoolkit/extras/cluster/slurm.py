@@ -112,12 +112,12 @@ def _phase(word: str) -> Phase:
 
 
 def _for_search(config: Config) -> Config:
-    """The configuration without the ranks of a trial, which are not those of the job."""
+    """Return the configuration without the ranks of a trial, which are not those of the job."""
     return config.with_overrides({"distributed.world_size": "auto"})
 
 
 def _python(config: Config) -> str:
-    """The words that start Python, for the shell."""
+    """Return the words that start Python, for the shell."""
     if config.cluster.python is not None:
         return config.cluster.python
     return "python3" if config.cluster.container else shlex.quote(sys.executable)

@@ -135,7 +135,7 @@ def blend(
         return _best_weights(lambda w: sign * score(_mix(w, part), rows), len(columns))
 
     def score_of_other_folds(repeat: int) -> float:
-        """The metric of one division into folds, each with the weights of the others."""
+        """Return the metric of one division into folds, each with the weights of the others."""
         blended = np.zeros_like(columns[0])
         validated = []
         for _, valid in folds.pairs[repeat * folds.k : (repeat + 1) * folds.k]:

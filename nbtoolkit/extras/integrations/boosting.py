@@ -104,7 +104,7 @@ class LightGBMCallback:
         self._prefix = prefix
 
     def __call__(self, env: CallbackEnv) -> None:
-        """Called by LightGBM after each round."""
+        """Run by LightGBM after each round."""
         results = env.evaluation_result_list
         self._training.end_round(
             env.iteration + 1,
@@ -186,7 +186,7 @@ def xgboost(
 def _parameters(
     ctx: RunContext, params: Mapping[str, Any], rounds: int
 ) -> tuple[dict[str, Any], int]:
-    """The parameters without a number of rounds, and this number."""
+    """Return the parameters without a number of rounds, and this number."""
     values = {**params, **ctx.config.model}
     asked = [values.pop(key) for key in _ROUNDS if key in values]
     return values, int(asked[0]) if asked else rounds
@@ -199,7 +199,7 @@ def _set_unless(values: dict[str, Any], names: Sequence[str], **parameter: int) 
 
 
 def _device(ctx: RunContext) -> str:
-    """The plan's device, if this build of XGBoost can use it."""
+    """Return the plan's device, if this build of XGBoost can use it."""
     if ctx.plan.device_type == "cpu":
         return "cpu"
     import xgboost

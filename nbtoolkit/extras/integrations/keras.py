@@ -40,7 +40,7 @@ from nbtoolkit.worker.watch import Watch
 
 
 def chosen_backend() -> str:
-    """The back end that ``import keras`` uses: ``KERAS_BACKEND``, or that of Keras' own file."""
+    """Return the back end of ``import keras``: ``KERAS_BACKEND``, or that of Keras' own file."""
     file = Path(os.environ.get("KERAS_HOME", Path.home() / ".keras")) / "keras.json"
     stored = json.loads(file.read_text()).get("backend") if file.exists() else None
     return os.environ.get("KERAS_BACKEND") or stored or "tensorflow"
@@ -101,7 +101,7 @@ def strategy(ctx: RunContext) -> Any:
 
 
 def initial_epoch(ctx: RunContext, *, name: str = "trainer") -> int:
-    """The epoch at which ``model.fit`` begins: 0, or the one that a resumed run continues with.
+    """Return the epoch at which ``model.fit`` begins: 0, or that of a resumed run.
 
     Args:
         ctx: the run's context.
@@ -117,7 +117,7 @@ def initial_epoch(ctx: RunContext, *, name: str = "trainer") -> int:
 
 
 def callback(ctx: RunContext, *, name: str = "trainer") -> KerasCallback:
-    """The callback for ``model.fit`` that reports, saves, stops, and loads the last checkpoint.
+    """Return the callback of ``model.fit`` that reports, saves, stops and loads.
 
     Args:
         ctx: the run's context.

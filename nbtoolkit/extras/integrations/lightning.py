@@ -38,7 +38,7 @@ _PRECISION = {"fp32": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 def trainer_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) -> dict[str, Any]:
-    """The arguments for ``lightning.Trainer`` that the plan decides.
+    """Return the arguments for ``lightning.Trainer`` that the plan decides.
 
     Args:
         ctx: the run's context.
@@ -79,7 +79,7 @@ def trainer_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) -> 
 
 
 def callback(ctx: RunContext, *, name: str = "trainer") -> LightningCallback:
-    """The callback that reports, saves and stops, for a ``Trainer`` with arguments of your own.
+    """Return the callback that reports, saves and stops, for a ``Trainer`` of your own.
 
     Args:
         ctx: the run's context.

@@ -156,7 +156,7 @@ def fit(
 
 
 def load(folder: str | os.PathLike[str], *, trusted: Sequence[str] = ()) -> Any:
-    """The fitted estimator of a run.
+    """Return the fitted estimator of a run.
 
     Args:
         folder: the run's folder (``result.paths.folder``).
@@ -253,7 +253,7 @@ def _scorers(model: Any, metrics: Metrics) -> dict[str, Scorer]:
 
 
 def _scorer(metric: Callable[..., Any]) -> Scorer:
-    """A scorer is called with (estimator, X, y), a metric with (y_true, y_pred)."""
+    """Return a scorer is called with (estimator, X, y), a metric with (y_true, y_pred)."""
     needed = [
         one
         for one in inspect.signature(metric).parameters.values()
@@ -276,7 +276,7 @@ def _check_fold(fold: Fold, X: Any) -> None:
 
 
 def _rows(data: Any, indices: Any) -> Any:
-    """Some samples of an array, a matrix, a data frame or a list."""
+    """Return some samples of an array, a matrix, a data frame or a list."""
     if hasattr(data, "iloc"):
         return data.iloc[indices]
     return data[indices] if hasattr(data, "shape") else [data[index] for index in indices]

@@ -108,7 +108,7 @@ def as_numbers(metrics: Mapping[str, Any], training: str) -> dict[str, float]:
 
 
 def _elements(value: object) -> object:
-    """The number of elements of a tensor or an array; None of anything else."""
+    """Return the number of elements of a tensor or an array; None of anything else."""
     count = getattr(value, "numel", getattr(value, "size", None))
     return count() if callable(count) else count
 
@@ -147,7 +147,10 @@ def check_name_unused(ctx: RunContext, training: str) -> None:
 
 
 def _used_names(ctx: RunContext) -> set[str]:
-    """The names of the trainings that have started; in the context, since a process runs trials."""
+    """Return the names of the trainings that have started.
+
+    In the context, since a process runs trials.
+    """
     names: set[str] = vars(ctx).setdefault("_training_names", set())
     return names
 
@@ -185,7 +188,7 @@ def record_checkpoint(
 
 
 def recorded_trainings(ctx: RunContext) -> dict[str, State]:
-    """What :func:`record_checkpoint` has last recorded of each training of this run, by its name.
+    """Return the last :func:`record_checkpoint` of each training of this run, by its name.
 
     Raises:
         CheckpointError: the run's last checkpoint is not a trainer's.
@@ -199,7 +202,7 @@ def recorded_trainings(ctx: RunContext) -> dict[str, State]:
 
 
 def resume_from(ctx: RunContext, *, name: str = "trainer") -> Path | None:
-    """The checkpoint of the framework that a resumed run continues; None: a new run.
+    """Return the checkpoint of the framework that a resumed run continues; None: a new run.
 
     Args:
         ctx: the run's context.
@@ -218,7 +221,7 @@ def resume_from(ctx: RunContext, *, name: str = "trainer") -> Path | None:
 def last_checkpoint(
     run: str | os.PathLike[str] | RunResult | RunContext, *, name: str | None = None
 ) -> Path:
-    """The last checkpoint of the framework in a run, to load its model in the notebook.
+    """Return the last checkpoint of the framework in a run, to load its model in the notebook.
 
     Args:
         run: a result of ``nb.launch``, or the folder of a run, a trial or a fold.
@@ -243,7 +246,7 @@ def last_checkpoint(
 
 
 def _trainings(state: State) -> dict[str, State]:
-    """What a state has of each training, by its name; the last one began last."""
+    """Return what a state has of each training, by its name; the last one began last."""
     if "trainings" not in state:
         raise _unusable(f"there is no checkpoint of a trainer, only {', '.join(map(str, state))}")
     found: dict[str, State] = state["trainings"]

@@ -87,7 +87,7 @@ def training_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) ->
 
 
 def callback(ctx: RunContext, *, name: str = "trainer") -> TransformersCallback:
-    """The callback that reports and stops, for a ``Trainer`` with arguments of your own.
+    """Return the callback that reports and stops, for a ``Trainer`` with arguments of your own.
 
     A ``Trainer`` with :func:`training_arguments` has one.
 

@@ -39,7 +39,7 @@ class EncoderSpec:
 
 
 def make_encoder(spec: EncoderSpec, *, pretrained: bool = False) -> nn.Module:
-    """An encoder: float32 (n, channels, height, width) in 0..1 -> (n, embedding_size).
+    """Return an encoder: float32 (n, channels, height, width) in 0..1 -> (n, embedding_size).
 
     Args:
         spec: which one. ``cnn`` halves images of up to 16 pixels once and larger ones down to about
@@ -79,14 +79,14 @@ def make_encoder(spec: EncoderSpec, *, pretrained: bool = False) -> nn.Module:
 
 
 def make_projector(encoder: nn.Module, embedding_size: int, projection_size: int) -> nn.Sequential:
-    """An encoder and a projection head, as stage 1 trains them: -> (n, projection_size)."""
+    """Return an encoder and a projection head, as stage 1 trains them: -> (n, projection_size)."""
     hidden = nn.Linear(embedding_size, embedding_size)
     last = nn.Linear(embedding_size, projection_size)
     return nn.Sequential(encoder, nn.Sequential(nn.ReLU(), hidden, nn.ReLU(), last))
 
 
 def make_classifier(embedding_size: int, classes: int) -> nn.Module:
-    """A linear classifier of embeddings of any scale: -> (n, classes) scores."""
+    """Return a linear classifier of embeddings of any scale: -> (n, classes) scores."""
     scaled = nn.LayerNorm(embedding_size, elementwise_affine=False)
     return nn.Sequential(nn.ReLU(), scaled, nn.Linear(embedding_size, classes))
 
@@ -141,7 +141,7 @@ class Augment:
 def make_transforms(
     settings: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
 ) -> list[Transform]:
-    """What ``data.augment`` says.
+    """Return what ``data.augment`` says.
 
     Args:
         settings: None: nothing; a dict: of :class:`Augment`; or a list of ``{name: package.Class,

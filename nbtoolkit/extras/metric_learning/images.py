@@ -76,7 +76,7 @@ class Images:
         return item
 
     def subset(self, indices: Iterable[int]) -> Images:
-        """The images at ``indices``, in this order, with the same classes."""
+        """Return the images at ``indices``, in this order, with the same classes."""
         import torch
 
         rows = [int(index) for index in indices]

@@ -113,7 +113,7 @@ def embed(model: TrainedEncoder, images: Images, *, batch_size: int = 256) -> Ve
 
 
 def nearest(queries: Vectors, vectors: Vectors, *, k: int = 5) -> tuple[NDArray[np.int64], Vectors]:
-    """The rows of ``vectors`` most similar to each query.
+    """Return the rows of ``vectors`` most similar to each query.
 
     Args:
         queries: float32 of shape (m, d), rows of length 1. A query that is among ``vectors`` finds

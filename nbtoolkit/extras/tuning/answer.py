@@ -25,7 +25,7 @@ class MeasuredTable:
     """A table with a line on it: text with ``print``, HTML in a cell."""
 
     def columns(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """The header, and the values of each row."""
+        """Return the header, and the values of each row."""
         raise NotImplementedError
 
     @property
@@ -73,7 +73,10 @@ class FinderResult(MeasuredTable):
     kept: bool = field(default=False, compare=False)
 
     def plot(self) -> Chart | None:
-        """A chart of what was measured, which a cell shows below the table; None: there is none."""
+        """Return a chart of what was measured, which a cell shows below the table.
+
+        None: there is none.
+        """
         return None
 
     def _repr_html_(self) -> str:

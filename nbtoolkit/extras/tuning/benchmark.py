@@ -175,7 +175,7 @@ def benchmark(
 
 
 def _machine() -> str:
-    """The devices, the CPUs, and how busy they are."""
+    """Return the devices, the CPUs, and how busy they are."""
     gpus = [device.name for device in detect_hardware().devices]
     cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     model = cpus[0].partition(":")[2].strip() if cpus else "CPU"

@@ -123,7 +123,7 @@ class Session:
 
 
 def scaling(session: Session) -> Iterator[Measurement]:
-    """Samples per second of the user's function by ranks, batch per device or in all fixed."""
+    """Yield samples per second by ranks, with a fixed batch per device or in all."""
     if len(session.counts) == 1:
         yield Measurement(session.subject.name, note="there is one device: nothing to compare")
         return

@@ -101,7 +101,7 @@ def _planned(config: Config) -> list[SpeedRow]:
 
 
 def _same_batch(config: Config, strategy: str) -> dict[str, object]:
-    """The settings with which a strategy has the global batch of the run."""
+    """Return the settings with which a strategy has the global batch of the run."""
     if config.train.batch_size_per_device is None:
         return {}
     plan = _usual_plan(config)
@@ -115,6 +115,6 @@ def _same_batch(config: Config, strategy: str) -> dict[str, object]:
 
 
 def _usual_plan(config: Config) -> LaunchPlan:
-    """The plan of the run if nothing is measured."""
+    """Return the plan of the run if nothing is measured."""
     usual = config.with_overrides({_STRATEGY: "auto", "distributed.enabled": "auto"})
     return make_plan(usual, detect_host(), detect_hardware())

@@ -206,7 +206,7 @@ def _check_rates(result: Probe, rates: Sequence[float]) -> None:
 
 
 def smoothed(losses: Sequence[float]) -> list[float]:
-    """The exponential mean of the losses up to each one, corrected for its start."""
+    """Return the exponential mean of the losses up to each one, corrected for its start."""
     sums = accumulate(
         losses, lambda mean, loss: _SMOOTHING * mean + (1 - _SMOOTHING) * loss, initial=0.0
     )
@@ -220,7 +220,7 @@ def diverged(losses: Sequence[float]) -> bool:
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """The rate at which the smoothed loss falls fastest; see :func:`find_learning_rate`.
+    """Return the rate at which the smoothed loss falls fastest; see :func:`find_learning_rate`.
 
     Raises:
         TuningError: it does not fall, or diverges too early to tell.

@@ -182,7 +182,9 @@ def probe(
 
 @contextmanager
 def scratch_folder() -> Iterator[str]:
-    """A folder that is deleted at the end; those of processes that were killed are deleted now.
+    """Yield a folder that is deleted at the end.
+
+    Those of processes that were killed are deleted now.
 
     A process locks its folder: its number would say nothing to a container that shares the disk.
     """
@@ -212,7 +214,10 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def result_within(handle: RunHandle, seconds: float) -> RunResult | None:
-    """The result of a launch; after so many seconds it is stopped, and the result is None."""
+    """Return the result of a launch.
+
+    After so many seconds it is stopped, and the result is None.
+    """
     try:
         return handle.result(timeout=max(seconds, 0.0))
     except TimeoutError:

@@ -85,11 +85,11 @@ class WandbTracker:
         self._finish(failed=ended.status in ("failed", "killed"))
 
     def for_job(self, paths: RunPaths) -> WandbTracker:
-        """A tracker for a trial or a fold of this sweep."""
+        """Return a tracker for a trial or a fold of this sweep."""
         return WandbTracker(paths, self)
 
     def _files(self) -> Iterator[Path]:
-        """The folders that W&B has made for this run."""
+        """Yield the folders that W&B has made for this run."""
         return (self._root / "wandb").glob(f"*run-*-{self._id}")
 
     def _start(self) -> None:

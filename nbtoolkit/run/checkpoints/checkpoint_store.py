@@ -77,7 +77,7 @@ def dump_state(state: Mapping[str, object], file: Any) -> None:
 
 
 def read_state(path: Path, *, mmap: bool = False) -> State:
-    """The state that :func:`write_state` was given; tensors are on the CPU.
+    """Return the state that :func:`write_state` was given; tensors are on the CPU.
 
     Args:
         path: the file.
@@ -142,12 +142,15 @@ _GIVEN_NAMES = "given_names"
 
 
 def without_compile(name: str) -> str:
-    """A parameter's name without what torch.compile puts before the names of a module."""
+    """Return a parameter's name without what torch.compile puts before the names of a module."""
     return name.replace(_COMPILE_PREFIX, "")
 
 
 def _without_compile(state: dict[Any, Any]) -> dict[Any, Any]:
-    """A state with the names that a model has without torch.compile; remembers the given ones."""
+    """Return a state with the names that a model has without torch.compile.
+
+    Remembers the given ones.
+    """
     names = [without_compile(key) if isinstance(key, str) else key for key in state]
     if names == list(state) or len(set(names)) < len(names):
         return state
@@ -158,7 +161,7 @@ def _without_compile(state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _as_given(value: object) -> object:
-    """A state as it was saved: the loop that saved it loads it into its compiled model."""
+    """Return a state as it was saved: the loop that saved it loads it into its compiled model."""
     if isinstance(value, dict):
         names = getattr(value, _GIVEN_NAMES, value)
         return {n: _as_given(item) for n, item in zip(names, value.values(), strict=True)}
@@ -199,7 +202,7 @@ class StoredCheckpoint:
 
     @classmethod
     def at(cls, folder: Path) -> StoredCheckpoint:
-        """The checkpoint in ``folder``.
+        """Return the checkpoint in ``folder``.
 
         Raises:
             CheckpointError: its manifest is missing, damaged, or of another format.
@@ -214,7 +217,7 @@ class StoredCheckpoint:
         return stored
 
     def read(self, part: str) -> State:
-        """The state in ``<part>.pt``, on the CPU.
+        """Return the state in ``<part>.pt``, on the CPU.
 
         Raises:
             CheckpointError: the file is missing or damaged.
@@ -222,7 +225,7 @@ class StoredCheckpoint:
         return read_state(self.folder / f"{part}.pt")
 
     def weights(self) -> State:
-        """The weights of the model, and of a loss that was trained with it.
+        """Return the weights of the model, and of a loss that was trained with it.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -233,7 +236,7 @@ class StoredCheckpoint:
         return weights
 
     def damage(self) -> str:
-        """The first file whose size or SHA-256 is wrong, as text; empty: all are right."""
+        """Return the first file whose size or SHA-256 is wrong, as text; empty: all are right."""
         for name, file in self.files.items():
             path = self.folder / name
             if not path.is_file():
@@ -296,12 +299,12 @@ class CheckpointStore:
         return folder
 
     def entries(self, kind: Kind) -> list[StoredCheckpoint]:
-        """The checkpoints whose manifest can be read, newest first."""
+        """Return the checkpoints whose manifest can be read, newest first."""
         stored = map(_stored, self._folders(kind))
         return [checkpoint for checkpoint in stored if checkpoint is not None]
 
     def good(self, kind: Kind) -> tuple[StoredCheckpoint | None, list[str]]:
-        """The newest undamaged checkpoint, and the damage of each newer one.
+        """Return the newest undamaged checkpoint, and the damage of each newer one.
 
         Raises:
             CheckpointError: there are checkpoints, and all of them are damaged.
@@ -392,7 +395,10 @@ def _write(folder: Path, name: str, state: Mapping[str, object]) -> StoredFile:
 
 
 def _stored(folder: Path) -> StoredCheckpoint | None:
-    """The checkpoint in a folder; None: its manifest is missing, damaged or of another format."""
+    """Return the checkpoint in a folder.
+
+    None: its manifest is missing, damaged or of another format.
+    """
     manifest = read_or_empty(folder / _MANIFEST)
     step = manifest.get("step")
     files = manifest.get("files")

@@ -85,7 +85,7 @@ def load_weights(state: Mapping[str, object], model: torch.nn.Module, *, source:
 def fitting_weights(
     state: Mapping[str, object], model: torch.nn.Module, *, source: str
 ) -> dict[str, object]:
-    """The model's part of a checkpoint's state; see :func:`load_weights`."""
+    """Return the model's part of a checkpoint's state; see :func:`load_weights`."""
     expected = model.state_dict()
     weights = _weights(state, expected, source)
     differences = _differences(weights, expected)
@@ -134,7 +134,7 @@ def find_weights(path: Path, kind: Literal["best", "last"] | None = None) -> Pat
 
 
 def _configured_kind(folder: Path) -> Literal["best", "last"]:
-    """The ``checkpoint.weights`` of a run's configuration; the default without a record."""
+    """Return the ``checkpoint.weights`` of a run's configuration; the default without a record."""
     first = readable_first_event(RunPaths(folder))
     section = {} if first is None else first.config.get("checkpoint", {})
     return "last" if section.get("weights") == "last" else "best"
@@ -152,14 +152,14 @@ def _in_checkpoint(folder: Path) -> Path:
 
 
 def _weights_in(entry: StoredCheckpoint) -> Path:
-    """The weights to predict with: the averaged ones if the fit saved them."""
+    """Return the weights to predict with: the averaged ones if the fit saved them."""
     return entry.folder / ("averaged.pt" if "averaged.pt" in entry.files else "model.pt")
 
 
 def _weights(
     state: Mapping[str, object], expected: Mapping[str, object], source: str
 ) -> dict[str, object]:
-    """The model's part of a state, by the model's own names.
+    """Return the model's part of a state, by the model's own names.
 
     Neither a wrapper's ``module.`` nor torch.compile's ``_orig_mod.`` need be in both.
     """

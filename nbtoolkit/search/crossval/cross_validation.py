@@ -199,7 +199,7 @@ def _output(
 
 
 def _search(folds: Folds, processes: int | None) -> Search:
-    """The search that a scheduler runs."""
+    """Return the search that a scheduler runs."""
     if processes is None:
         placement: Placement = "auto"
     else:

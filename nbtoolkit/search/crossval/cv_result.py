@@ -38,7 +38,7 @@ class FoldTable(EventTable):
         self.folds = folds
 
     def line(self, event: Event) -> str | None:
-        """A line of text on a fold that ended; None for every other event."""
+        """Return a line of text on a fold that ended; None for every other event."""
         if not isinstance(event, FoldChanged) or event.state == "running":
             return None
         scores = [f"{name} {short(value)}" for name, value in event.metrics.items()]
@@ -209,7 +209,7 @@ class CVResult:
         return [self._model(index, copy.deepcopy(model)) for index in self.finished]
 
     def _done(self) -> list[int]:
-        """The folds that are done.
+        """Return the folds that are done.
 
         Raises:
             FoldError: there are none.

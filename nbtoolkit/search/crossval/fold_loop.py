@@ -181,12 +181,12 @@ def check_same(before: Folds, now: Folds) -> None:
 
 
 def fold_key(index: int) -> str:
-    """The folder of a fold's run, relative to the cross-validation's."""
+    """Return the folder of a fold's run, relative to the cross-validation's."""
     return f"folds/{index}"
 
 
 def finished_folds(folder: Path, count: int) -> dict[int, JobResult]:
-    """The finished folds, and how they ended.
+    """Return the finished folds, and how they ended.
 
     A fold is finished if its value exists and its event or its own result says so: a scheduler may
     be killed between the two, in either order.
@@ -210,7 +210,7 @@ def _own_result(paths: RunPaths) -> JobResult | None:
 
 
 def _recorded_results(folder: Path) -> dict[int, JobResult]:
-    """The results of the folds that are complete by their last event."""
+    """Return the results of the folds that are complete by their last event."""
     events = EventReader(RunPaths(folder).events).read()
     last = {event.fold: event for event in events if isinstance(event, FoldChanged)}
     return {

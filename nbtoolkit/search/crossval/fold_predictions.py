@@ -158,7 +158,7 @@ def predict_mean(
 
 
 def _prediction_config(cv: CVResult, folder: Path) -> Config:
-    """The configuration of the folds, for a launch that is neither tracked nor resumed."""
+    """Return the configuration of the folds, for a launch that is neither tracked nor resumed."""
     config = run_config(cv.paths)
     overrides: dict[str, Any] = {
         "tracking": {"mlflow": False, "tensorboard": False},
@@ -265,7 +265,7 @@ class _Prediction:
             raise
 
     def read(self, paths: RunPaths) -> dict[str, Array]:
-        """The predictions of each model that has predicted all rows, by its label."""
+        """Return the predictions of each model that has predicted all rows, by its label."""
         import numpy as np
 
         whole: dict[str, Array] = {}
@@ -277,12 +277,12 @@ class _Prediction:
 
 
 def _parts(paths: RunPaths) -> Path:
-    """The folder of what the ranks have predicted."""
+    """Return the folder of what the ranks have predicted."""
     return paths.folder / "parts"
 
 
 def _chosen(cv: CVResult, folds: Sequence[int] | None, predict: Predict | None) -> list[int]:
-    """The folds to predict with; refuses those without a model."""
+    """Return the folds to predict with; refuses those without a model."""
     done = cv.finished
     chosen = done if folds is None else list(folds)
     wrong = ", ".join(str(index) for index in chosen if index not in done)
@@ -342,14 +342,14 @@ def _averaged(predictions: Mapping[str, Array], count: int | None, average: Aver
 
 
 def _row_count(test: Any) -> int | None:
-    """The number of rows; None: not known, as of an iterable."""
+    """Return the number of rows; None: not known, as of an iterable."""
     if isinstance(test, (tuple, dict)):
         test = next(iter(test.values() if isinstance(test, dict) else test), ())
     return len(test) if hasattr(test, "__len__") and hasattr(test, "__getitem__") else None
 
 
 def _rows(test: Any, low: int, high: int) -> Any:
-    """Some rows of a test set, of the same kind."""
+    """Return some rows of a test set, of the same kind."""
     if isinstance(test, tuple):
         return tuple(_rows(part, low, high) for part in test)
     if isinstance(test, dict):

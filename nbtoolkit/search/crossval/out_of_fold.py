@@ -81,7 +81,7 @@ def _concatenate(arrays: list[Array]) -> Array:
 
 
 def _mean(rows: Array, samples: Array, counts: Array) -> Array:
-    """The mean of the rows of each sample; ``counts``: rows per sample."""
+    """Return the mean of the rows of each sample; ``counts``: rows per sample."""
     import numpy as np
 
     sums = np.zeros((len(counts), *rows.shape[1:]), dtype=rows.dtype)
@@ -92,7 +92,7 @@ def _mean(rows: Array, samples: Array, counts: Array) -> Array:
 
 
 def _first(rows: Array, samples: Array, counts: Array) -> Array:
-    """The first row of each sample; ``counts``: rows per sample."""
+    """Return the first row of each sample; ``counts``: rows per sample."""
     import numpy as np
 
     result = np.zeros((len(counts), *rows.shape[1:]), dtype=rows.dtype)
@@ -102,7 +102,7 @@ def _first(rows: Array, samples: Array, counts: Array) -> Array:
 
 
 def _with_gaps(predictions: Array, gaps: NDArray[np.bool_]) -> Array:
-    """The predictions with NaN (or None) for samples without one."""
+    """Return the predictions with NaN (or None) for samples without one."""
     numeric = predictions.dtype.kind in "biufc"
     if predictions.dtype.kind not in "fc":
         predictions = predictions.astype(float if numeric else object)

@@ -189,7 +189,7 @@ def _read(path: Path) -> Folds:
 
 
 def others(indices: Sequence[int] | Indices, n_samples: int) -> Indices:
-    """The samples not in ``indices``, ascending."""
+    """Return the samples not in ``indices``, ascending."""
     import numpy as np
 
     mask = np.ones(n_samples, dtype=bool)
@@ -245,7 +245,7 @@ def as_column(values: Any, name: str, *, n_samples: int | None = None) -> Column
 
 
 def digest_of(targets: Column) -> str:
-    """A hash of the targets, 16 hex digits, equal for a list, an array and a tensor of them."""
+    """Return a hash of the targets, 16 hex digits: one for a list, an array and a tensor."""
     kind = {"b": "<i8", "i": "<i8", "u": "<i8", "f": "<f8"}.get(targets.dtype.kind)
     data = targets.astype(kind).tobytes() if kind else "\n".join(map(str, targets)).encode()
     return hashlib.sha256(data).hexdigest()[:16]

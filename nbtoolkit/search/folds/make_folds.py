@@ -237,7 +237,7 @@ def _check_classes(targets: Column, k: int) -> None:
 
 
 def predefined_pairs(predefined: Any, n_samples: int) -> list[Pair]:
-    """The user's own folds, checked.
+    """Return the user's own folds, checked.
 
     Args:
         predefined: a fold's number for each sample, shape (n,), or a list of pairs of index lists.

@@ -143,7 +143,7 @@ def fence(values: Sequence[float], ranges: float) -> float:
 
 
 def _linear(trial: FrozenTrial, space: dict[str, BaseDistribution], value: float) -> FrozenTrial:
-    """The trial with a value, and with logarithms in place of logarithmic parameters."""
+    """Return the trial with a value, and with logarithms in place of logarithmic parameters."""
     from optuna.distributions import FloatDistribution, IntDistribution
     from optuna.trial import create_trial
 

@@ -55,12 +55,12 @@ class Limit(NamedTuple):
         return value - self.bound if self.side == "max" else self.bound - value
 
     def share(self, excess: float) -> float:
-        """An excess as a share of the bound, to compare limits of different units."""
+        """Return an excess as a share of the bound, to compare limits of different units."""
         return max(excess, 0.0) / (abs(self.bound) or 1.0)
 
 
 def limits_of(sweep_config: SweepConfig) -> list[Limit]:
-    """The limits in the sweep's constraints."""
+    """Return the limits in the sweep's constraints."""
     return [
         Limit(metric, side, float(bound))
         for metric, sides in sweep_config.constraints.items()
@@ -69,7 +69,7 @@ def limits_of(sweep_config: SweepConfig) -> list[Limit]:
 
 
 def broken(limits: list[Limit], metrics: Mapping[str, float]) -> str | None:
-    """A sentence on the limits that these metrics exceed; None: there are none."""
+    """Return a sentence on the limits that these metrics exceed; None: there are none."""
     texts = [
         f"{limit.metric} is {metrics[limit.metric]:g}, {limit.side} {limit.bound:g}"
         for limit in limits
@@ -252,7 +252,7 @@ def _excess(trial: FrozenTrial, sweep_config: SweepConfig) -> list[float]:
 
 
 def learns_from(sweep_config: SweepConfig) -> float:
-    """The number of the first trial whose parameters may depend on how others ended."""
+    """Return the number of the first trial whose parameters may depend on how others ended."""
     name = sweep_config.study.sampler
     if name in BY_NUMBER:
         return math.inf

@@ -73,11 +73,11 @@ class SearchStudy:
         self.optuna.set_user_attr(_ADDED, self.added + count)
 
     def trials(self) -> list[FrozenTrial]:
-        """This sweep's own trials by number, with those that wait. They must not be changed."""
+        """Return this sweep's own trials by number, with those that wait; do not change them."""
         return self.optuna.get_trials(deepcopy=False)[self.imported :]
 
     def trial(self, number: int) -> FrozenTrial:
-        """A trial. It must not be changed."""
+        """Return a trial. It must not be changed."""
         return self.optuna.get_trials(deepcopy=False)[number]
 
     # --- what the trials say ---
@@ -93,15 +93,15 @@ class SearchStudy:
         return any(trial.state.is_finished() for trial in self.trials())
 
     def counts(self) -> Counter[str]:
-        """The number of trials that have ended, by state."""
+        """Return the number of trials that have ended, by state."""
         return Counter(state_of(trial) for trial in self.trials() if trial.state.is_finished())
 
     def best(self) -> list[FrozenTrial]:
-        """The best trial, or the Pareto front of several metrics; empty if there is none."""
+        """Return the best trial, or the Pareto front of several metrics; empty if there is none."""
         return best_of(self.trials(), self._sweep_config.directions)
 
     def last_failure(self) -> str:
-        """The failed trial that has ended last, and why; empty if there is none."""
+        """Return the failed trial that has ended last, and why; empty if there is none."""
         failed = [trial for trial in self.trials() if trial.state == TrialState.FAIL]
         if not failed:
             return ""
@@ -109,17 +109,17 @@ class SearchStudy:
         return f"trial {last.number}, {last.user_attrs.get('reason', '')}"
 
     def scores(self, number: int) -> dict[int, dict[str, float]]:
-        """The metrics of a trial's finished folds, by fold."""
+        """Return the metrics of a trial's finished folds, by fold."""
         notes = self.trial(number).user_attrs
         folds = [name.removeprefix(_FOLD) for name in notes if name.startswith(_FOLD)]
         return {int(fold): notes[f"{_FOLD}{fold}"] for fold in sorted(folds, key=int)}
 
     def reports(self, number: int) -> dict[int, float]:
-        """What a trial has reported, by step."""
+        """Return what a trial has reported, by step."""
         return dict(self.trial(number).intermediate_values)
 
     def summary(self) -> dict[str, Any]:
-        """The state of the sweep, for its last event.
+        """Return the state of the sweep, for its last event.
 
         Returns:
             ``best`` (number of the best trial), ``best_value``, ``best_params``, ``best_folder``,

@@ -31,7 +31,7 @@ class EventTable:
         """Process one event; those of other types change nothing."""
 
     def line(self, event: Event) -> str | None:
-        """A line of text on a trial or fold that ended; None for every other event."""
+        """Return a line of text on a trial or fold that ended; None for every other event."""
         return None
 
     def read(self, events: Iterable[Event]) -> None:
@@ -175,7 +175,7 @@ class SweepTable(EventTable):
 
     @classmethod
     def of(cls, sweep_config: SweepConfig, *, deadline: float | None = None) -> SweepTable:
-        """The table of a sweep of this configuration, before its first event."""
+        """Return the table of a sweep of this configuration, before its first event."""
         table = cls(deadline=deadline)
         table.configure(sweep_config)
         return table
@@ -237,7 +237,7 @@ class SweepTable(EventTable):
         return sorted(trials, key=lambda trial: trial.number)
 
     def last(self, count: int) -> list[Trial]:
-        """The trials that ended last, the latest first."""
+        """Return the trials that ended last, the latest first."""
         return [*islice(reversed(self._ended.values()), count)]
 
     @property
@@ -246,7 +246,7 @@ class SweepTable(EventTable):
         return len(self._ended)
 
     def count(self, state: str) -> int:
-        """The number of trials in a state."""
+        """Return the number of trials in a state."""
         return sum(trial.state == state for trial in self.trials.values())
 
     def ends_at(self, now: float) -> float | None:
@@ -273,7 +273,7 @@ class SweepTable(EventTable):
         return end if self.deadline is None else min(end, self.deadline)
 
     def line(self, event: Event) -> str | None:
-        """A line of text on a trial that ended; None for every other event."""
+        """Return a line of text on a trial that ended; None for every other event."""
         if not isinstance(event, TrialChanged) or event.state not in ENDED:
             return None
         trial = self.trials[event.number]
@@ -285,7 +285,7 @@ class SweepTable(EventTable):
         return "  ".join(parts)
 
     def _values(self, trial: Trial) -> list[str]:
-        """The names and values of a trial's objectives."""
+        """Return the names and values of a trial's objectives."""
         pairs = zip(self.metrics, trial.values, strict=False)
         return [f"{name} {short(value)}" for name, value in pairs]
 
@@ -306,6 +306,6 @@ class SweepTable(EventTable):
 
 
 def short(value: object) -> str:
-    """A value as short text: four digits of a number, the beginning of a long text."""
+    """Return a value as short text: four digits of a number, the beginning of a long text."""
     text = number(value) if isinstance(value, float) else str(value)
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
