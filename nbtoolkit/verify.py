@@ -203,7 +203,8 @@ class _Recorded:
     """
 
     def __init__(self, train: Train) -> None:
-        check_function(train)  # a launch sees only this object
+        # A launch checks this object, which can be called with any training function inside.
+        check_function(train)
         self.__wrapped__ = train
         self.__name__ = getattr(train, "__name__", "train")
 
