@@ -35,7 +35,7 @@ class GracePeriods(Directive):
 
 
 def rows() -> Iterator[tuple[str, ...]]:
-    """The cells of each name."""
+    """Return the cells of each name."""
     statements = ast.parse(inspect.getsource(grace)).body
     for statement, below in pairwise(statements):
         match statement, below:

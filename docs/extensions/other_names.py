@@ -35,7 +35,7 @@ class OtherNames(Directive):
 
 
 def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
-    """A list table."""
+    """Return a list table."""
     yield from (".. list-table::", "   :header-rows: 1", "")
     for row in (head, *rows):
         for column, cell in enumerate(row):
@@ -71,7 +71,7 @@ def refused() -> Iterator[tuple[str, ...]]:
 
 
 def code(value: object) -> str:
-    """A name or value as YAML writes it, in code."""
+    """Return a name or value as YAML writes it, in code."""
     return f"``{str(value).lower() if isinstance(value, bool) else value}``"
 
 

@@ -47,7 +47,7 @@ class Settings(Directive):
 
 
 def entries(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The entries of a model, its sections last, each under a heading of its own."""
+    """Yield the entries of a model, its sections last, each under a heading of its own."""
     sections = {name: field for name, field in model.model_fields.items() if is_section(field)}
     for name, field in model.model_fields.items():
         if name not in sections:
@@ -76,7 +76,7 @@ def is_section(field: FieldInfo) -> bool:
 
 
 def default_of(field: FieldInfo) -> str:
-    """A default as YAML writes it."""
+    """Return a default as YAML writes it."""
     value = field.get_default(call_default_factory=True)
     if value is PydanticUndefined:
         return "(needed)"
@@ -87,7 +87,7 @@ def default_of(field: FieldInfo) -> str:
 
 
 def as_text(description: str | None) -> str:
-    """A field's docstring, where `name` is code and :role:`name` a role, on one line."""
+    """Return a field's docstring, where `name` is code and :role:`name` a role, on one line."""
     return re.sub(r"(?<![:`])`([^`]+)`", r"``\1``", " ".join((description or "").split()))
 
 
@@ -98,7 +98,7 @@ def escaped(text: str) -> str:
 
 @cache
 def sources() -> dict[str, str]:
-    """The package's modules but those that define settings: path -> text."""
+    """Return the package's modules but those that define settings: path -> text."""
     paths = sorted(PACKAGE.rglob("*.py"))
     skip = ("config/", "views/", "panel/")
     return {
@@ -109,7 +109,7 @@ def sources() -> dict[str, str]:
 
 
 def readers(name: str) -> list[str]:
-    """The modules that read a setting as an attribute of its section."""
+    """Return the modules that read a setting as an attribute of its section."""
     section, _, last = name.rpartition(".")
     owner = section.rpartition(".")[2] or "(config|settings)"
     pattern = re.compile(rf"\b_?{owner}\.{last}\b")
