@@ -621,6 +621,17 @@ def test_a_sweep_that_the_host_cuts_off_is_to_be_gone_on_with(tmp_path: Path) ->
     made.close("deadline")
 
 
+def test_a_job_that_sees_the_deadline_before_the_loop_ends_the_sweep(tmp_path: Path) -> None:
+    made, _ = algorithm(tmp_path, sweep(2))
+    made.on_end(made.next(), JobResult(status="deadline", metrics={"val_loss": 0.5}))
+    assert made.next() is None
+    assert made.done
+    made.close("deadline")
+    again, _ = algorithm(tmp_path, sweep(2))
+    assert [job.key for job in drive(again, Fake(loss))] == TRIAL[:2]
+    again.close("completed")
+
+
 def test_the_number_of_epochs_scales_the_prediction(tmp_path: Path) -> None:
     space = {"optim.lr": LR, "train.epochs": {"type": "int", "low": 1, "high": 100}}
     firsts = [{"train.epochs": 10}, {"train.epochs": 100}]

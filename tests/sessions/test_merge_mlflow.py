@@ -121,7 +121,6 @@ def test_runs_that_an_earlier_unpacking_left_out_are_written_by_the_next(
     assert runs_of(theirs) <= runs_of(mine)
 
 
-@pytest.mark.long
 def test_a_run_that_is_further_in_the_bundle_is_written_on_to_its_own_entry(
     bundle: Path, theirs: Path, tmp_path: Path
 ) -> None:

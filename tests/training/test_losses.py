@@ -36,7 +36,12 @@ def points(size: int, seed: int = 0) -> Batch:
     x = torch.randn(size, 6, generator=generator)
     y = (x[:, :3] + torch.tensor([1.0, 0.0, 0.0])).argmax(dim=1)
     ignored = torch.rand(size, generator=generator) < 0.4
+    # Like y in the first half of a step of 12 samples, of which rank 0 of 2 takes its batches.
+    like = y.clone()
+    late = torch.cat([step[6:] for step in permutation(size, seed=0, epoch=1).split(12)])
+    like[late] = (y[late] + 1) % 3
     return {
+        "like": like,
         "x": x,
         "y": y,
         "void": y.masked_fill(ignored, 255),
@@ -74,6 +79,14 @@ def twice(outputs: Tensor, targets: Tensor) -> Tensor:
     return loss(outputs, targets) + 0.4 * loss(outputs.flip(1), targets)
 
 
+def both(model: nn.Module, batch: Batch) -> tuple[Tensor, Batch]:
+    return model(batch["x"]), {"y": batch["y"], "like": batch["like"]}
+
+
+def of_both(outputs: Tensor, targets: Batch) -> Tensor:
+    return F.cross_entropy(outputs, targets["y"]) + F.cross_entropy(outputs, targets["like"])
+
+
 def inside(model: nn.Module, batch: Batch) -> tuple[Tensor, None]:
     """As models of Hugging Face do: the forward pass gives the loss."""
     return F.cross_entropy(model(batch["x"]), batch["hole"]), None
@@ -95,7 +108,13 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any
         masked,
         lambda out, y: masked(out, y)[0] / masked(out, y)[1].clamp(min=1),
     ),
+    "class weights, ignored": (
+        scores("void"),
+        nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=255),
+        None,
+    ),
     "auxiliary": (scores("void"), twice, None),
+    "two targets": (both, of_both, None),
     "inside": (inside, lambda loss, _: loss, None),
     "each": (
         scores("y"),
@@ -115,7 +134,7 @@ def fitted(config: Config, ctx: RunContext) -> dict[str, tuple[dict[str, float],
     found = {}
     for name, (step, loss, _) in CASES.items():
         model = model_of()
-        data = Rows(points(37)) if name in ("holes", "inside") else points(37)
+        data = Rows(points(37)) if name in ("holes", "inside", "two targets") else points(37)
         values = nb.fit(ctx, config, model, data, points(23, seed=1), loss=loss, step=step)
         found[name] = values, nn.utils.parameters_to_vector(model.parameters()).detach()
     return found
@@ -275,18 +294,26 @@ def test_class_weights_beside_a_mean_are_refused_whatever_the_values(tmp_path: P
         fit_here(tmp_path, hardly, **IN_PARTS)
 
 
-def test_targets_that_are_ignored_later_are_refused_in_a_loss_with_other_terms(
-    tmp_path: Path,
-) -> None:
-    def distilled(outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, targets) + outputs.square().mean()
+def distilled(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets) + outputs.square().mean()
 
+
+def shifted(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Two sets of targets, of which the second has none that are ignored."""
+    others = torch.where(targets == -100, 0, (targets + 1) % 3)
+    return F.cross_entropy(outputs, targets) + F.cross_entropy(outputs, others)
+
+
+@pytest.mark.parametrize("loss", [distilled, shifted])
+def test_targets_that_are_ignored_later_are_refused_in_a_loss_with_other_terms(
+    tmp_path: Path, loss: Any
+) -> None:
     order = permutation(36, seed=0, epoch=1)
     data = points(36)
     data["y"][order[30]] = -100  # in the last step of the epoch
 
     def train(config: Config, ctx: RunContext) -> dict[str, float]:
-        more = {"loss": distilled, "step": scores("y")}
+        more = {"loss": loss, "step": scores("y")}
         return nb.fit(ctx, config, model_of(), Rows(data), None, **more)
 
     config = Config.model_validate(SETTINGS).with_overrides(
