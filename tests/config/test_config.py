@@ -287,6 +287,8 @@ def test_every_setting_is_documented_and_says_what_it_allows() -> None:
         ),
         ("optim: {betas: [1, 2]}", r"setting 'optim.betas'(.|\n)*mean 'optim.options.betas'"),
         ("nesterov: true", r"setting 'nesterov'(.|\n)*did you mean 'optim.options.nesterov'"),
+        # It begins like "tracking.torch_compile", and ends otherwise.
+        ("tracking: {record_samples: 1}", r"'tracking.record_samples'(.|\n)*put your own settings"),
         ("optim: {warmup_ratio: 5}", r"optim.warmup_ratio: 5 is not allowed\n.*from 0 to 1"),
         (
             "optim: {name: lion}",

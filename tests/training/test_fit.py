@@ -109,13 +109,9 @@ def test_it_logs_by_step_reports_by_epoch_and_returns_the_last(run: Run) -> None
     result = run.fit(metrics=["accuracy"])
     logged, reported = run.events("metrics"), run.events("report")
     assert [event["step"] for event in logged] == [2, 4, 6, 8, 10, 12]
-    assert {*logged[0]["values"]} == {
-        "loss",
-        "lr",
-        "grad_norm",
-        "samples_per_second",
-        "memory_gb_rank0",
-    }
+    # Where the first steps take more than a second, their shares of the time are logged, too.
+    names = {name for name in logged[0]["values"] if not name.endswith("_share")}
+    assert names == {"loss", "lr", "grad_norm", "samples_per_second", "memory_gb_rank0"}
     assert [event["step"] for event in reported] == [1, 2, 3]
     assert {*reported[0]["values"]} == {"train_loss", "val_loss", "val_accuracy"}
     losses = [event["values"]["val_loss"] for event in reported]
