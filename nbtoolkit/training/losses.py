@@ -153,6 +153,7 @@ class ReducedLoss:
         self.all_must_count = False
         self.records = divided and not whole_batches
         self.in_forward: bool | None = False if whole_batches else None
+        self._unequal: Tensor | None = None
 
     def reduce(self, computed: Computed, samples: int) -> BatchLoss:
         """Return the mean loss of a micro-batch of ``samples`` (at least 1), and its weight.
@@ -178,7 +179,21 @@ class ReducedLoss:
             return BatchLoss(returned, float(samples))
         if self.all_must_count:
             return BatchLoss(returned, samples * torch.stack([call.share for call in calls]).amin())
+        if len(calls) > 1:
+            self._note_unequal(calls)
         return BatchLoss(returned, calls[0].weight)
+
+    def _note_unequal(self, calls: Sequence[ClassLoss]) -> None:
+        """Note on the device whether the calls divide by different weights.
+
+        Their targets were equal in the first batch. In a later one, only one of them may have
+        ignored targets: the loss of the batch then does not follow from those of its parts.
+        """
+        import torch
+
+        weights = torch.stack([call.weight for call in calls])
+        unequal = (weights != weights[0]).any()
+        self._unequal = unequal if self._unequal is None else self._unequal | unequal
 
     def check(self, computed: Computed, samples: int, ranks: int, known: Labels | None) -> None:
         """Set the attributes on the first batch, and refuse a loss that has not this form.
@@ -208,7 +223,7 @@ class ReducedLoss:
             self._compare(computed, samples)
 
     def check_all_count(self, weight: float, samples: int) -> None:
-        """Refuse ignored targets in a loss that has other terms, too.
+        """Refuse ignored targets in a loss that has other terms, or other targets, too.
 
         Args:
             weight: the sum of the weights of some micro-batches.
@@ -217,7 +232,8 @@ class ReducedLoss:
         Raises:
             FitError: there were some.
         """
-        if self.all_must_count and weight < samples * (1 - 1e-9):
+        ignored = self.all_must_count and weight < samples * (1 - 1e-9)
+        if ignored or (self._unequal is not None and bool(self._unequal)):
             raise _not_in_parts(_OTHER_TERMS)
 
     def _compare(self, computed: Computed, samples: int) -> None:

@@ -304,7 +304,12 @@ def shifted(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets) + F.cross_entropy(outputs, others)
 
 
-@pytest.mark.parametrize("loss", [distilled, shifted])
+def clamped(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Two sets of targets, equal as long as none is ignored."""
+    return F.cross_entropy(outputs, targets) + F.cross_entropy(outputs, targets.clamp(min=0))
+
+
+@pytest.mark.parametrize("loss", [distilled, shifted, clamped])
 def test_targets_that_are_ignored_later_are_refused_in_a_loss_with_other_terms(
     tmp_path: Path, loss: Any
 ) -> None:
