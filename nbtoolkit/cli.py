@@ -127,7 +127,9 @@ def command(function: Callable[..., int | None]) -> Callable[..., int | None]:
 
     # What typer reads. All by keyword: an optional parameter may come before a required one.
     parameters.append(_parameters(run)[0])
-    by_keyword = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
+    by_keyword = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters
+    ]
     run.__signature__ = inspect.Signature(by_keyword)  # type: ignore[attr-defined]
     app.command(function.__name__.replace("_", "-"), help=inspect.getdoc(function))(run)
     return function

@@ -72,11 +72,11 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
     exist there, and the container's own limit is at the top.
     """
     top = root / "sys/fs/cgroup"
-    own = {"": "/", controller: "/"}
+    paths = {"": "/", controller: "/"}
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
-        own.update(dict.fromkeys(names.split(","), path))
-    for folder, path in ((top, own[""]), (top / controller, own[controller])):
+        paths.update(dict.fromkeys(names.split(","), path))
+    for folder, path in ((top, paths[""]), (top / controller, paths[controller])):
         below = PurePosixPath(path.lstrip("/"))
         yield from (folder / part for part in dict.fromkeys((below, *below.parents)))
 
@@ -288,8 +288,8 @@ def _folders(
     working = _first_writable([home.get(kind, cwd), cwd])
     # Kaggle keeps 19.5 GB in /kaggle/working; /tmp has about 1 TB (measured in unsloth PR 8439).
     named = [Path(environ[name]) for name in ("SLURM_TMPDIR", "TMPDIR") if environ.get(name)]
-    own = [root / "kaggle/tmp"] if kind == "kaggle" else []
-    scratch = _first_writable([*named, *own, root / "tmp", working])
+    kaggle = [root / "kaggle/tmp"] if kind == "kaggle" else []
+    scratch = _first_writable([*named, *kaggle, root / "tmp", working])
     return working, scratch, data if data and data.is_dir() else None
 
 

@@ -135,8 +135,8 @@ def parity(
     with _scratch(config) as settings:
         single = _launch(recorded, settings, processes=1)
         several = _launch(recorded, settings, processes=processes)
-        what = f"1 process compared with {processes}"
-        return _compare(what, single, several, tolerance=tolerance)
+        description = f"1 process compared with {processes}"
+        return _compare(description, single, several, tolerance=tolerance)
 
 
 @refuse_other_launchers_names
@@ -186,10 +186,10 @@ def resume(
                 do="save in the loop, and load before it",
             )
         resumed = _launch(killed, often, processes=processes, name="interrupted", resume="auto")
-        what = (
+        description = (
             f"killed at step {killed_at} of {last} and resumed, compared with an uninterrupted run"
         )
-        return _compare(what, whole, resumed, tolerance=tolerance)
+        return _compare(description, whole, resumed, tolerance=tolerance)
 
 
 class _Recorded:
@@ -276,7 +276,7 @@ def _launch(
 # --- comparing ---
 
 
-def _compare(what: str, run: RunResult, other: RunResult, *, tolerance: float) -> Comparison:
+def _compare(description: str, run: RunResult, other: RunResult, *, tolerance: float) -> Comparison:
     """Compare two runs, of which ``other`` has as many ranks as ``run``, or more."""
     reports = _reports(run)
     other_reports = _reports(other)
@@ -290,7 +290,7 @@ def _compare(what: str, run: RunResult, other: RunResult, *, tolerance: float) -
             "exact (torch.use_deterministic_algorithms for all)"
         )
     return Comparison(
-        what=what,
+        what=description,
         tolerance=tolerance,
         steps=len({*losses, *other_losses}) or None,
         first_other_step=_first_other_step(losses, other_losses, tolerance),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Conflict(NamedTuple):
     """Settings that do not fit together."""
 
-    what: str
+    problem: str
     do: str
     names: tuple[str, ...]
 
@@ -29,7 +29,7 @@ def conflicts(config: Config, places: Mapping[Keys, str]) -> Iterator[Mistake]:
         places: where they were set.
     """
     secret = _password(config.tracking.uri)
-    for what, do, names in (
+    for problem, do, names in (
         *_batch_conflicts(config),
         *_rank_conflicts(config),
         *_time_conflicts(config),
@@ -38,7 +38,7 @@ def conflicts(config: Config, places: Mapping[Keys, str]) -> Iterator[Mistake]:
         set_at = [places.get(tuple(name.split("."))) for name in names]
         place = " and ".join(dict.fromkeys(filter(None, set_at))) or "configuration"
         # The place of an override quotes its value.
-        yield Mistake(place=place.replace(secret, "***") if secret else place, what=what, do=do)
+        yield Mistake(place=place.replace(secret, "***") if secret else place, what=problem, do=do)
 
 
 def _batch_conflicts(config: Config) -> Iterator[Conflict]:
@@ -92,8 +92,8 @@ def _rank_conflicts(config: Config) -> Iterator[Conflict]:
         if _value(config, name) not in (None, "none"):
             yield _clash(config, name, strategy, "set strategy: fsdp")
     if ranks.device_ids and size > len(ranks.device_ids):
-        what = f"{size_name}: {size} ranks on {len(ranks.device_ids)} device_ids"
-        yield Conflict(what, "name one device per rank", (size_name, "distributed.device_ids"))
+        problem = f"{size_name}: {size} ranks on {len(ranks.device_ids)} device_ids"
+        yield Conflict(problem, "name one device per rank", (size_name, "distributed.device_ids"))
 
 
 def _clash(config: Config, first: str, second: str, do: str = "remove one of them") -> Conflict:

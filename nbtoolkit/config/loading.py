@@ -72,9 +72,9 @@ def refuse(mistakes: list[Mistake], kind: type[ConfigError] = ConfigError) -> No
     """
     if len(mistakes) == 1:
         [mistake] = mistakes
-        what = f"{mistake.place}: {mistake.what}"
+        problem = f"{mistake.place}: {mistake.what}"
         # "from None": pydantic's own error would be shown above this one.
-        raise kind(what, allowed=mistake.allowed, do=mistake.do) from None
+        raise kind(problem, allowed=mistake.allowed, do=mistake.do) from None
     if mistakes:
         lines = "".join(f"\n  {mistake}" for mistake in sorted(mistakes, key=_by_line))
         raise kind(f"{len(mistakes)} mistakes in the configuration:{lines}") from None
@@ -338,8 +338,8 @@ class _Reader:
                 self._mistake(place, f"the key {key!r} is not a string", f'write "{key}"')
             if name in lines:
                 dotted = ".".join((*keys, name))
-                what = f"'{dotted}' is given twice, first in line {lines[name]}"
-                self._mistake(place, what, "keep one of them")
+                problem = f"'{dotted}' is given twice, first in line {lines[name]}"
+                self._mistake(place, problem, "keep one of them")
             lines.setdefault(name, line)
             values[name] = self._value(value_node, (*keys, name))
             self.places[(*keys, name)] = place
@@ -356,8 +356,8 @@ class _Reader:
             values.update(self._mapping(source, keys))
         return values
 
-    def _mistake(self, place: str, what: str, do: str) -> None:
-        self.mistakes.append(Mistake(place=place, what=what, do=do))
+    def _mistake(self, place: str, problem: str, do: str) -> None:
+        self.mistakes.append(Mistake(place=place, what=problem, do=do))
 
 
 # --- overrides ---
@@ -389,9 +389,9 @@ def _parsed(override: str) -> object:
     try:
         return parse_value(value)
     except yaml.YAMLError as error:
-        what = f"the value {value!r} is not YAML"
+        problem = f"the value {value!r} is not YAML"
         do = "put quotes around a string"
-        raise ConfigError(what, do=do) from error
+        raise ConfigError(problem, do=do) from error
 
 
 def _leaves(name: object, value: object) -> Iterator[tuple[Keys, object]]:
@@ -476,8 +476,8 @@ def with_our_names(layer: Layer, model: type[BaseModel]) -> Layer:
         value = (values if len(keys) == 1 else values[keys[0]]).pop(keys[-1])
         section = values.setdefault(ours[0], {})
         if isinstance(section, dict) and section.setdefault(ours[1], value) != value:
-            what = f"'{name}' sets {meaning}, which {places[ours]} sets already"
-            mistakes.append(Mistake(place=place, what=what, do="keep one of them"))
+            problem = f"'{name}' sets {meaning}, which {places[ours]} sets already"
+            mistakes.append(Mistake(place=place, what=problem, do="keep one of them"))
         places.setdefault(ours, place)
     return Layer(values=values, places=places, mistakes=tuple(mistakes))
 
@@ -556,8 +556,8 @@ def _invalid(layer: Layer, keys: Keys, model: type[BaseModel], reason: str) -> M
     value = layer.values[keys[0]]
     is_section = dotted in FREE or dotted not in allowed_values(model)
     if len(keys) == 1 and is_section and not isinstance(value, Mapping):
-        what = f"'{dotted}' is a section, not {value!r}"
-        return Mistake(place=place, what=what, allowed="`name: value` lines under it")
+        problem = f"'{dotted}' is a section, not {value!r}"
+        return Mistake(place=place, what=problem, allowed="`name: value` lines under it")
     if dotted in FREE:
         return Mistake(place=place, what=f"{dotted}: {reason}", allowed=describe(Free))
     if len(keys) == 2:

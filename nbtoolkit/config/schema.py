@@ -461,12 +461,12 @@ class Config(Section):
 
         A value is None if the Config does not have this setting.
         """
-        own = flat_settings(self.to_dict())
+        settings = flat_settings(self.to_dict())
         others = flat_settings(other.to_dict())
         return {
-            name: (own.get(name), others.get(name))
-            for name in {**own, **others}
-            if own.get(name) != others.get(name)
+            name: (settings.get(name), others.get(name))
+            for name in {**settings, **others}
+            if settings.get(name) != others.get(name)
         }
 
     def place(self, name: str) -> str:

@@ -25,12 +25,12 @@ def unread_names(config: Config, searched: Iterable[str] = ()) -> dict[str, str]
         fork, as for the workers of a ``DataLoader``, only those with a similar name.
     """
     read = reads.names()
-    own: list[str] = []
+    user_settings: list[str] = []
     for section in FREE:
-        own += flat_settings(getattr(config, section).to_dict(), f"{section}.")
-    asked = [name for name in read if name.partition(".")[0] in FREE and name not in own]
+        user_settings += flat_settings(getattr(config, section).to_dict(), f"{section}.")
+    asked = [name for name in read if name.partition(".")[0] in FREE and name not in user_settings]
     unread = {}
-    for name in own + ([] if reads.ALL in read else reads.only_if_read(searched)):
+    for name in user_settings + ([] if reads.ALL in read else reads.only_if_read(searched)):
         parts = name.split(".")
         wholes = {".".join([*parts[:length], "*"]) for length in range(1, len(parts))}
         if read & {name, *wholes}:

@@ -146,11 +146,11 @@ def check_deadline(config: Config, *, uses_reserve: bool = False) -> None:
 def _notebook_deadline(config: Config) -> NotebookDeadline | None:
     """Return the earlier one of what was set by call and in the configuration."""
     limit = config.runtime.deadline
-    found = [] if _deadline is None else [_deadline]
+    deadlines = [] if _deadline is None else [_deadline]
     if limit is not None:
         ends = time.monotonic() - _process_age() + limit
-        found.append(NotebookDeadline(ends, _usual_reserve(limit), "runtime.deadline"))
-    return min(found, key=lambda deadline: deadline.ends, default=None)
+        deadlines.append(NotebookDeadline(ends, _usual_reserve(limit), "runtime.deadline"))
+    return min(deadlines, key=lambda deadline: deadline.ends, default=None)
 
 
 def _process_age() -> float:

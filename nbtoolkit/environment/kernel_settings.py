@@ -91,11 +91,11 @@ class ProcessSettings:
             levels={name: logger.level for name, logger in loggers.items() if logger.level},
             disabled=logging.root.manager.disable,
             handlers=tuple(
-                found
+                log_handler
                 for name, logger in loggers.items()
                 if not _belongs_to_a_library(name)
                 for handler in logger.handlers
-                if (found := _as_log_handler(name, handler)) is not None
+                if (log_handler := _as_log_handler(name, handler)) is not None
             ),
         )
 

@@ -41,8 +41,8 @@ class MeasuredSpeed:
     def choose(self, usual: str) -> tuple[str, str]:
         """Return the strategy to use instead of the usual one, and the reason with the numbers."""
         best = max(self.speeds, key=lambda name: self.speeds[name], default=usual)
-        own = self.speeds.get(usual, 0.0)
-        chosen = best if self.speeds.get(best, 0.0) > own * _FASTER else usual
+        usual_speed = self.speeds.get(usual, 0.0)
+        chosen = best if self.speeds.get(best, 0.0) > usual_speed * _FASTER else usual
         others = sorted(set(self.speeds) - {chosen})
         numbers = ", ".join(
             self._describe(name) for name in (chosen, *others) if name in self.speeds

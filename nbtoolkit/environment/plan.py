@@ -247,10 +247,10 @@ def _apply_evidence(
     busy = [f"port {item.port} was busy" for item in evidence if isinstance(item, PortBusy)]
     if placement.processes == 1 or not failures:
         return placement, batch, tuple(busy)
-    what = f"{placement.processes} ranks could not form a process group: {failures[-1].reason}"
+    problem = f"{placement.processes} ranks could not form a process group: {failures[-1].reason}"
     if host.is_rank or not config.distributed.fallback:
         raise GroupStartFailed(
-            what,
+            problem,
             allowed="one process (distributed.world_size: 1), or a machine on which they can",
             do="see the ranks' logs"
             if host.is_rank
@@ -258,7 +258,7 @@ def _apply_evidence(
         )
     single = batch.on_one_process()
     notes = (
-        f"FALLING BACK TO ONE PROCESS: {what}",
+        f"FALLING BACK TO ONE PROCESS: {problem}",
         f"accumulation {batch.accumulate} -> {single.accumulate} on one process: still "
         f"{batch.per_device} samples per forward pass and {batch.total} per step",
     )

@@ -139,8 +139,8 @@ def children() -> dict[int, list[int]]:
 def tree_seconds(pid: int, families: dict[int, list[int]]) -> float:
     """Return the CPU seconds of a process and its descendants, as ``families`` lists them."""
     fields = process_fields(pid)
-    own = (int(fields[USER_TIME]) + int(fields[SYSTEM_TIME])) / _TICKS if fields else 0.0
-    return own + sum(tree_seconds(child, families) for child in families.get(pid, ()))
+    seconds = (int(fields[USER_TIME]) + int(fields[SYSTEM_TIME])) / _TICKS if fields else 0.0
+    return seconds + sum(tree_seconds(child, families) for child in families.get(pid, ()))
 
 
 # Seconds between two samples; one of all of /proc takes some milliseconds.
@@ -198,7 +198,7 @@ class Activity:
 def wait_while_active(
     done: Callable[[float], object],
     activity: Activity,
-    what: str,
+    awaited: str,
     *,
     stalled: float = STALL_SECONDS,
     limit: float | None = None,
@@ -210,7 +210,7 @@ def wait_while_active(
     Args:
         done: waits at most the given seconds, and returns whether the result is there.
         activity: the activity of the process.
-        what: names the result in messages.
+        awaited: names the result in messages.
         stalled: seconds without progress after which the wait ends.
         limit: seconds of wall time after which the wait ends; None: no limit.
         report_after: seconds until the first message; each further one comes after three times the
@@ -229,7 +229,7 @@ def wait_while_active(
         if waited >= report_after:
             report_after = 3 * waited
             how = f"no progress for {idle:.0f} s" if idle >= 1 else "it makes progress"
-            (say or _to_stderr)(f"waiting for {what}: {waited:.0f} s so far, {how}")
+            (say or _to_stderr)(f"waiting for {awaited}: {waited:.0f} s so far, {how}")
     return True
 
 

@@ -39,7 +39,7 @@ def run_agent(descriptors: list[int]) -> None:
     packed = unpack(payload, PackedFunction)
     spec = unpack(packed_spec, JobSpec)
     group = GroupDescriptors.of(ends)
-    line = Connection.inherited(group.agent)
+    connection = Connection.inherited(group.agent)
     write_output_to(spec.paths.agent_log)
     apply_environment(packed.environment, spec.plan, spec.paths.folder)
     # elastic leaves a log folder in the temporary folder; the supervisor removes this one.
@@ -47,7 +47,7 @@ def run_agent(descriptors: list[int]) -> None:
     tempfile.tempdir = str(spec.paths.elastic)
     load = partial(load_function, payload, packed)
     job = RankJob(spec=spec, load=load, group=group)
-    line.send(launch_ranks(job))
+    connection.send(launch_ranks(job))
 
 
 def launch_ranks(job: RankJob) -> messages.AgentResult:

@@ -104,13 +104,13 @@ def _classify_dead(
             # ignores its SIGTERM.
             worker_group.kill_ranks()
         return None
-    what = f"rank {rank.rank} died with {describe(rank.code)}"
+    problem = f"rank {rank.rank} died with {describe(rank.code)}"
     # A rank that dies in a later phase dies of the user's code, such as a module it imports.
     if rank.reached in ("none", "started"):
-        return GroupNotFormed(f"{what} before the ranks had formed their group")
+        return GroupNotFormed(f"{problem} before the ranks had formed their group")
     trace = _last_stack(paths.stacks(rank.rank))
     error = WorkerDied(
-        what + (f"\n  Its last stack:\n{trace}" if trace else ""),
+        problem + (f"\n  Its last stack:\n{trace}" if trace else ""),
         allowed="the training function returns a value or raises an Exception",
         do=f"read the end of {paths.log(rank.rank)}",
     )

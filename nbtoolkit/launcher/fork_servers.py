@@ -128,7 +128,7 @@ def track(folder: Path) -> int:
     with _lock:
         request = messages.TrackRun(folder=str(folder), environ=dict(os.environ))
         tracking = _tracking(fork_server())
-        tracking.line.send(request)
+        tracking.connection.send(request)
         return tracking.pid()
 
 

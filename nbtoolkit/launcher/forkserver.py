@@ -39,7 +39,7 @@ A supervisor has asked for its ranks by then: it takes 20 ms."""
 class Requester:
     """A client: a process that asks for forks, with the connection to it."""
 
-    line: Connection
+    connection: Connection
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ class ForkServer:
 
     # --- clients ---
 
-    def _add(self, line: Connection) -> None:
-        client = Requester(line)
+    def _add(self, connection: Connection) -> None:
+        client = Requester(connection)
         self._clients.add(client)
-        self._selector.register(line, selectors.EVENT_READ, lambda: self._receive(client))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(client))
 
     def _receive(self, client: Requester) -> None:
-        match client.line.receive():
+        match client.connection.receive():
             case None:
                 self._remove(client)
             case messages.Fork() as request:
@@ -113,8 +113,8 @@ class ForkServer:
     def _remove(self, client: Requester) -> None:
         """Forget a client whose end is closed, and kill the process groups that it asked for."""
         self._clients.discard(client)
-        self._selector.unregister(client.line)
-        client.line.close()
+        self._selector.unregister(client.connection)
+        client.connection.close()
         for pid in self._leaders(client):
             kill_group(pid)
 
@@ -128,7 +128,7 @@ class ForkServer:
             changed = messages.ServerChanged(
                 environment=request.environment, descriptors=[there.fileno()]
             )
-            client.line.send(changed)
+            client.connection.send(changed)
             here.close()
             there.close()
         successor.close()
@@ -146,7 +146,7 @@ class ForkServer:
             there.close()
         close_all(given)
         self._children[pid] = Child(client, leads=request.group)
-        client.line.send(messages.Forked(pid=pid))
+        client.connection.send(messages.Forked(pid=pid))
 
     def _fork_child(self, request: messages.Fork, fds: list[int]) -> int:
         sys.stdout.flush()
@@ -201,7 +201,7 @@ class ForkServer:
             _, status = os.waitpid(info.si_pid, 0)
             if child.client in self._clients:
                 code = os.waitstatus_to_exitcode(status)
-                child.client.line.send(messages.ProcessEnded(pid=info.si_pid, code=code))
+                child.client.connection.send(messages.ProcessEnded(pid=info.si_pid, code=code))
 
 
 def main(kernel_fd: int, names_fd: int, late: bool) -> None:
@@ -241,16 +241,16 @@ def main(kernel_fd: int, names_fd: int, late: bool) -> None:
 
 
 @contextlib.contextmanager
-def _ending_with(line: Connection) -> Iterator[None]:
+def _ending_with(connection: Connection) -> Iterator[None]:
     """End this process as soon as the other end closes, also in an import that never ends.
 
     Otherwise it would outlive a kernel that is killed while this process imports.
     """
-    flags = fcntl.fcntl(line, fcntl.F_GETFL)
-    fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
+    flags = fcntl.fcntl(connection, fcntl.F_GETFL)
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     # SIGIO, which ends a process, comes when the other end closes. It sends nothing meanwhile.
-    fcntl.fcntl(line, fcntl.F_SETFL, flags | os.O_ASYNC)
+    fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
     try:
         yield
     finally:
-        fcntl.fcntl(line, fcntl.F_SETFL, flags)
+        fcntl.fcntl(connection, fcntl.F_SETFL, flags)

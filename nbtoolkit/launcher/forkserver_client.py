@@ -60,7 +60,7 @@ class ForkServerClient:
         self.names = tuple(names)
         self.environment = environment_key(os.environ)
         self._conditions = import_conditions(os.environ, self.names)
-        self.line, other_end = Connection.pair()
+        self.connection, other_end = Connection.pair()
         home = str(Path(__file__).resolve().parents[2])
         environ = {
             **os.environ,
@@ -119,7 +119,7 @@ class ForkServerClient:
         """Return True if it has started; does not wait."""
         with self._asking:
             if not self._ready:
-                for message in self.line.drain():
+                for message in self.connection.drain():
                     self._note(message)
             return self._ready
 
@@ -145,9 +145,9 @@ class ForkServerClient:
     def fork_soon(self, main: str, descriptors: list[int]) -> int:
         """Let a fork server that is starting fork a process; return a number for :meth:`pid_of`."""
         with self._asking:
-            if self.line.closed:
+            if self.connection.closed:
                 raise exiting_error()
-            self.line.send(messages.Fork(main=main, group=False, descriptors=descriptors))
+            self.connection.send(messages.Fork(main=main, group=False, descriptors=descriptors))
             self._requests += 1
             return self._requests
 
@@ -166,16 +166,16 @@ class ForkServerClient:
     def hand_over(self, successor: ForkServerClient) -> None:
         """Let its clients ask the next fork server from now on."""
         with self._asking:
-            self.line.send(
+            self.connection.send(
                 messages.HandOver(
-                    environment=successor.environment, descriptors=[successor.line.fileno()]
+                    environment=successor.environment, descriptors=[successor.connection.fileno()]
                 )
             )
 
     def disconnect(self) -> None:
         """Ask nothing any more; it ends after its last run."""
-        if not self.line.closed:
-            self.line.close()
+        if not self.connection.closed:
+            self.connection.close()
             os.close(self._stderr)
 
     def wait_for_end(self, stalled: float) -> None:
@@ -251,7 +251,7 @@ class ForkServerClient:
         if in_time:
             # An interrupt between the two would lose ServerReady, for which the next call waits.
             with without_interrupts():
-                message = self.line.receive()
+                message = self.connection.receive()
                 self._note(message)
             received = message is not None
         if not received:
@@ -259,7 +259,7 @@ class ForkServerClient:
 
     def _message_waits(self, seconds: float) -> bool:
         poller = select.poll()  # select() refuses descriptors above 1023
-        poller.register(self.line, select.POLLIN)
+        poller.register(self.connection, select.POLLIN)
         return bool(poller.poll(seconds * 1000))
 
     def _note(self, message: messages.Message | None) -> None:

@@ -210,7 +210,7 @@ def submit(
     """
     from nbtoolkit.tracking.tracker import choose_tracking
 
-    line: Connection | None = None
+    connection: Connection | None = None
     try:
         tracking = choose_tracking(request.job.config.to_dict()["tracking"])
         # First, since it imports torch while the function is packed.
@@ -220,19 +220,20 @@ def submit(
         environment = kernel_environment()
         packed = pickle.dumps(request)
         with pack_function(train, environment) as payload, pack_content(packed) as content:
-            line = start_supervisor(_OWNER, payload, content, run.lock)
+            connection = start_supervisor(_OWNER, payload, content, run.lock)
         if detach:
             let_outlive(run.paths)
         tracked = partial(track, run.paths.folder) if tracking.on else None
         if tracked is not None:
             tracked()
     except BaseException as error:
-        if line is not None:
-            line.close()  # the run ends: a traceback that the notebook keeps would hold it open
+        if connection is not None:
+            # The run ends: a traceback that the notebook keeps would hold it open.
+            connection.close()
         if isinstance(error, LaunchError):  # it did not start; an interrupt may come when it has
             roll_back(run)
         raise
-    return StartedRun(line=line, tracked=tracked, detached=detach)
+    return StartedRun(line=connection, tracked=tracked, detached=detach)
 
 
 # --- launches without the fork server ---

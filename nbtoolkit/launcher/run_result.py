@@ -102,10 +102,10 @@ class RunResult:
         :func:`nbtoolkit.calibrate` measured before the run. On the CPU, one process on all CPUs
         counts as one device.
         """
-        one = self.plan.one_device_speed
-        if not one or self.throughput is None:
+        device_speed = self.plan.one_device_speed
+        if not device_speed or self.throughput is None:
             return None
-        return self.throughput / (max(1, len(self.plan.devices)) * one)
+        return self.throughput / (max(1, len(self.plan.devices)) * device_speed)
 
     def load_into(
         self, model: torch.nn.Module, kind: Literal["best", "last"] | None = None

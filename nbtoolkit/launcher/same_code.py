@@ -29,38 +29,38 @@ def check_same_code(train: Callable[..., Any], ranks: int) -> None:
         return
     import torch
 
-    own = {
+    local = {
         "torch": torch.__version__.partition("+")[0],
         "nbtoolkit": __version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
         FUNCTION: own_source(train),
     }
-    found = gather_on_all((platform.node(), own), ranks)
-    refuse_differences([f"rank {rank} ({node})" for rank, (node, _) in enumerate(found)],
-                       [one for _, one in found])  # fmt: skip
+    gathered = gather_on_all((platform.node(), local), ranks)
+    refuse_differences([f"rank {rank} ({node})" for rank, (node, _) in enumerate(gathered)],
+                       [versions for _, versions in gathered])  # fmt: skip
 
 
-def refuse_differences(names: Sequence[str], found: Sequence[Mapping[str, str]]) -> None:
+def refuse_differences(names: Sequence[str], versions: Sequence[Mapping[str, str]]) -> None:
     """Refuse ranks that differ from the first.
 
     Args:
         names: of the ranks, for the message.
-        found: each rank's versions, and the source of its function.
+        versions: each rank's versions, and the source of its function.
 
     Raises:
         LaunchError: names the first difference.
     """
-    first = found[0]
-    for name, other in zip(names, found, strict=True):
-        for what in first:
-            if other.get(what) == first[what]:
+    first = versions[0]
+    for name, other in zip(names, versions, strict=True):
+        for key in first:
+            if other.get(key) == first[key]:
                 continue
-            if what == FUNCTION:
-                fault = f"{what} of {name} has another source than that of {names[0]}"
+            if key == FUNCTION:
+                fault = f"{key} of {name} has another source than that of {names[0]}"
                 do = "copy the script to every machine (or use a shared folder), and start again"
             else:
-                fault = f"{name} has {what} {other.get(what)}, and {names[0]} has {first[what]}"
-                do = f"install one version of {what} on all machines, and start again"
+                fault = f"{name} has {key} {other.get(key)}, and {names[0]} has {first[key]}"
+                do = f"install one version of {key} on all machines, and start again"
             raise LaunchError(
                 f"the ranks do not run the same code: {fault}",
                 allowed="the same training function, torch, nbtoolkit and Python on all machines",

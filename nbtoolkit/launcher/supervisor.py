@@ -157,10 +157,10 @@ class RunSupervisor:
         """True while the processes of ranks that have ended exit."""
         return isinstance(self._state, Exiting)
 
-    def lines(self) -> list[Connection]:
+    def connections(self) -> list[Connection]:
         """Return connections to wait for: the agent's and the ranks'."""
         if isinstance(self._state, (Running, Exiting)):
-            return self._state.group.lines()
+            return self._state.group.connections()
         return []
 
     def silence(self) -> float:
@@ -301,7 +301,7 @@ class RunSupervisor:
         first = group.ranks[0]
         if self.record.leaving is not None and first.phase == "user" and not group.stop_sent:
             group.stop_sent = True
-            first.line.send(messages.StopPending())
+            first.connection.send(messages.StopPending())
 
     # --- messages ---
 

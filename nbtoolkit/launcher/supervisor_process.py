@@ -53,8 +53,8 @@ class Peer:
     DataLoader worker of the notebook, holds a copy of the connection open.
     """
 
-    def __init__(self, line: Connection) -> None:
-        credentials = line.socket.getsockopt(
+    def __init__(self, connection: Connection) -> None:
+        credentials = connection.socket.getsockopt(
             socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
         )
         self._pid: int = struct.unpack("3i", credentials)[0]
@@ -91,16 +91,18 @@ class EventLoop:
         self._flag = SignalFlag()
         self._catch_signals()
 
-    def wait(self, lines: Iterable[Connection], seconds: float) -> list[messages.KernelRequest]:
+    def wait(
+        self, connections: Iterable[Connection], seconds: float
+    ) -> list[messages.KernelRequest]:
         """Wait for a message; return the requests of the kernel and of signals.
 
         Raises:
             ForkServerGone: the fork server died, and the ranks with it.
             KernelGone: the kernel ended, and the run ends with it.
         """
-        open_lines = [*lines] if self.kernel.closed else [*lines, self.kernel]
-        servers = self._spawner.lines
-        sockets = [line.socket for line in (*open_lines, *servers)]
+        open_connections = [*connections] if self.kernel.closed else [*connections, self.kernel]
+        servers = self._spawner.connections
+        sockets = [connection.socket for connection in (*open_connections, *servers)]
         ready = wait([*sockets, self._read_end], seconds)
         requests: list[messages.KernelRequest] = []
         if self._read_end in ready:
@@ -109,7 +111,9 @@ class EventLoop:
             self._spawner.receive()
         if self.kernel.socket in ready:
             requests += [
-                one for one in self.kernel.drain() if isinstance(one, messages.KernelRequest)
+                request
+                for request in self.kernel.drain()
+                if isinstance(request, messages.KernelRequest)
             ]
         if not self._detached and (self.kernel.closed or self._kernel_process.gone()):
             raise KernelGone
@@ -217,7 +221,7 @@ def _run(supervisor: RunSupervisor, loop: EventLoop) -> None:
 
 def _requests(supervisor: RunSupervisor, loop: EventLoop) -> list[messages.KernelRequest]:
     try:
-        return loop.wait(supervisor.lines(), EXIT_TICK if supervisor.exiting else TICK)
+        return loop.wait(supervisor.connections(), EXIT_TICK if supervisor.exiting else TICK)
     except ForkServerGone:
         if not supervisor.exiting:  # else the ranks are gone, and their outcome is known
             raise
@@ -235,9 +239,9 @@ def _lost_to(error: OSError, folder: Path) -> LaunchError:
     )
 
 
-def _report_lost(line: Connection, error: LaunchError) -> None:
+def _report_lost(connection: Connection, error: LaunchError) -> None:
     """Tell the kernel that the run cannot continue, when the run's folder cannot say so."""
     kind = type(error).__name__
-    line.send(
+    connection.send(
         messages.SupervisorLost(error=kind, what=error.what, allowed=error.allowed, do=error.do)
     )

@@ -24,7 +24,7 @@ class TrackingClient:
     def __init__(self, server: ForkServerClient) -> None:
         self._server = server
         self._pid = 0
-        self.line, other_end = Connection.pair()
+        self.connection, other_end = Connection.pair()
         self._request = server.fork_soon(_TRACKING, [other_end.fileno()])
         other_end.close()
 
@@ -40,8 +40,8 @@ class TrackingClient:
 
     def alive(self) -> bool:
         """Return True unless its end of the connection is closed."""
-        self.line.drain()
-        return not self.line.closed
+        self.connection.drain()
+        return not self.connection.closed
 
     def close(self, stalled: float) -> None:
         """Let it write what has ended, and wait for its end.
@@ -53,7 +53,7 @@ class TrackingClient:
             return
         pid = self.pid()
         with contextlib.suppress(OSError):  # it has just ended
-            self.line.socket.shutdown(socket.SHUT_WR)
+            self.connection.socket.shutdown(socket.SHUT_WR)
         awaited = f"tracking (process {pid}) to write what has ended"
         if not wait_while_active(self._has_ended, Activity(pid), awaited, stalled=stalled):
             print(
@@ -61,10 +61,10 @@ class TrackingClient:
                 "nbtoolkit.tracking.replay(folder) writes what it has not written of a run",
                 file=sys.stderr,
             )
-        self.line.close()
+        self.connection.close()
 
     def _has_ended(self, seconds: float) -> bool:
         poller = select.poll()
-        poller.register(self.line, select.POLLIN)
+        poller.register(self.connection, select.POLLIN)
         poller.poll(seconds * 1000)
         return not self.alive()

@@ -28,10 +28,10 @@ def task_name(train: Callable[..., Any]) -> str:
     """
     module = getattr(train, "__module__", None)
     name = getattr(train, "__qualname__", None)
-    found: Any = sys.modules.get(module or "")
+    resolved: Any = sys.modules.get(module or "")
     for part in (name or "").split("."):
-        found = getattr(found, part, None)
-    if found is train and module not in ("__main__", "__mp_main__"):
+        resolved = getattr(resolved, part, None)
+    if resolved is train and module not in ("__main__", "__mp_main__"):
         return f"{module}:{name}"
     plain = getattr(train, "__name__", type(train).__name__)
     return f"__main__:{re.sub(r'[^a-zA-Z0-9_]', '', plain) or 'function'}"

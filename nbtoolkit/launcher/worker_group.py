@@ -26,7 +26,7 @@ class RankView:
     """The supervisor's view of one rank."""
 
     rank: int
-    line: Connection
+    connection: Connection
     quiet: Connection
     """Telemetry connection: read at each poll, but not waited for (a wake-up takes 0.2 ms)."""
     pid: int | None = None
@@ -66,7 +66,7 @@ class RankView:
 
     def drain(self) -> list[messages.Message]:
         """Return its new messages, telemetry first."""
-        loud = self.line.drain()
+        loud = self.connection.drain()
         return [*self.quiet.drain(), *loud]
 
     def note(self, message: messages.Message) -> None:
@@ -99,7 +99,7 @@ class RankView:
 class WorkerGroup:
     """One agent and its ranks, as their supervisor sees them."""
 
-    def __init__(self, plan: LaunchPlan, lines: GroupConnections, temporary: Path) -> None:
+    def __init__(self, plan: LaunchPlan, group: GroupConnections, temporary: Path) -> None:
         self.plan = plan
         self.port = plan.port or free_port()
         """Where the ranks meet."""
@@ -113,25 +113,27 @@ class WorkerGroup:
         self.started_at = time.monotonic()
         self.stop_sent = False
         """True once rank 0 was notified of a pending stop."""
-        pairs = zip(lines.connections, lines.telemetry, strict=True)
-        self.ranks = [RankView(rank, line, quiet) for rank, (line, quiet) in enumerate(pairs)]
-        self._lines = lines
+        pairs = zip(group.connections, group.telemetry, strict=True)
+        self.ranks = [
+            RankView(rank, connection, quiet) for rank, (connection, quiet) in enumerate(pairs)
+        ]
+        self._group = group
 
     def ranks_ended(self) -> bool:
         """Return whether no rank runs any more, with what it does at its exit."""
         return all(
-            rank.line.closed or (rank.pid is not None and not is_running(rank.pid))
+            rank.connection.closed or (rank.pid is not None and not is_running(rank.pid))
             for rank in self.ranks
         )
 
-    def lines(self) -> list[Connection]:
+    def connections(self) -> list[Connection]:
         """Return connections to wait for, besides the fork server's."""
-        loud = [self._lines.agent, *self._lines.connections]
-        return [line for line in loud if not line.closed]
+        loud = [self._group.agent, *self._group.connections]
+        return [connection for connection in loud if not connection.closed]
 
     def receive(self) -> list[tuple[RankView, messages.Message]]:
         """Return the ranks' new messages; keep the agent's."""
-        for message in self._lines.agent.drain():
+        for message in self._group.agent.drain():
             if isinstance(message, messages.AgentResult):
                 self.agent_result = message
         received = []
@@ -160,7 +162,7 @@ class WorkerGroup:
         """Release ranks that wait for each other; a single rank does not wait."""
         if len(self.ranks) > 1:
             for rank in self.ranks:
-                rank.line.send(messages.Go())
+                rank.connection.send(messages.Go())
 
     def reply(self, answer: messages.Reply) -> None:
         """Answer all ranks that ask."""
@@ -168,7 +170,7 @@ class WorkerGroup:
             if rank.asking is not None:
                 rank.asking = None
                 rank.heard_at = time.monotonic()
-                rank.line.send(answer)
+                rank.connection.send(answer)
 
     def find_dead(self) -> list[RankView]:
         """Return ranks whose process ended without a final message; set known exit codes."""
@@ -184,7 +186,7 @@ class WorkerGroup:
             rank
             for rank in self.ranks
             if not rank.over
-            and (rank.line.closed or (rank.pid is not None and not is_running(rank.pid)))
+            and (rank.connection.closed or (rank.pid is not None and not is_running(rank.pid)))
         ]
 
     def kill(self) -> None:
@@ -212,7 +214,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """Close all connections (waiting ranks then exit), and remove the temporary folder."""
-        self._lines.close()
+        self._group.close()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
@@ -245,9 +247,9 @@ class Spawner:
         self._servers = [_Server(forkserver)]
 
     @property
-    def lines(self) -> list[Connection]:
+    def connections(self) -> list[Connection]:
         """Connections to wait for."""
-        return [server.line for server in self._servers]
+        return [server.connection for server in self._servers]
 
     def start(self, spec: JobSpec) -> WorkerGroup:
         """Start a worker group for a job."""
@@ -258,7 +260,7 @@ class Spawner:
         job = pickle.dumps(replace(spec, port=worker_group.port))
         with pack_content(job) as packed:
             descriptors = [self._payload, packed, *other_ends.descriptors.numbers()]
-            server.line.send(messages.Fork(main=AGENT, group=True, descriptors=descriptors))
+            server.connection.send(messages.Fork(main=AGENT, group=True, descriptors=descriptors))
         other_ends.close()
         server.starting.append(worker_group)
         return worker_group
@@ -274,12 +276,12 @@ class Spawner:
             ForkServerGone: a fork server died, and the ranks that it had started.
         """
         for server in list(self._servers):
-            for message in server.line.drain():
+            for message in server.connection.drain():
                 if isinstance(message, messages.ServerChanged):
                     self._change_server(message)
                 else:
                     server.note(message)
-            if server.line.closed:
+            if server.connection.closed:
                 self._lose(server)
 
     def dismiss(self, worker_group: WorkerGroup) -> None:
@@ -308,8 +310,8 @@ class Spawner:
 class _Server:
     """One fork server, with the worker groups whose agents it has forked."""
 
-    def __init__(self, line: Connection) -> None:
-        self.line = line
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
         self.starting: deque[WorkerGroup | None] = deque()
         """Groups that wait for the answer, which comes in this order; None: dismissed."""
         self.running: dict[int, WorkerGroup] = {}

@@ -136,9 +136,9 @@ class Execution:
             left.append(self.started_at + self.job.timeout - time.monotonic())
         return max(0.01, min(left)) if left else None
 
-    def fail(self, kind: FailureKind, what: str) -> None:
+    def fail(self, kind: FailureKind, problem: str) -> None:
         """Record a failure of the running cell; only the first one counts."""
-        self.failure = self.failure or CellFailure(kind, self.number, what)
+        self.failure = self.failure or CellFailure(kind, self.number, problem)
 
     def start_cell(self, cell: NotebookNode, notebook: NotebookNode) -> None:
         """Record that a cell starts."""
@@ -270,24 +270,24 @@ class Client(PapermillNotebookClient):
         kind: FailureKind = "error"
         name = getattr(error, "ename", "an error")
         text = getattr(error, "evalue", "")
-        what = f"raised {name}: {text}"
+        problem = f"raised {name}: {text}"
         traceback = str(getattr(error, "traceback", ""))
         if isinstance(error, CellTimeoutError):
             kind = "timeout"
-            what = self._describe_timeout()
+            problem = self._describe_timeout()
         elif self._exit_requested:
             kind = "exit"
-            what = "ended its kernel with exit() or quit()"
+            problem = "ended its kernel with exit() or quit()"
         elif isinstance(error, DeadKernelError):
             kind = "death"
-            what = f"lost its kernel: {self._describe_death()}"
+            problem = f"lost its kernel: {self._describe_death()}"
         elif name == "SystemExit":
             kind = "exit"
-            what = f"ended the notebook with sys.exit({text})"
+            problem = f"ended the notebook with sys.exit({text})"
         if kind != "error":
             traceback = ""
         plain = _COLOURS.sub("", traceback)
-        return CellFailure(kind, self._execution.number, what, plain)
+        return CellFailure(kind, self._execution.number, problem, plain)
 
     def _describe_death(self) -> str:
         from nbtoolkit.launcher.failures import describe  # 0.25 s

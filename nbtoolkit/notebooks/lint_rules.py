@@ -45,10 +45,10 @@ class Hazard:
         return f"{place}: {self.code}: {self.what}\n  Do now:  {self.do}"
 
 
-def _hazard(site: Site, code: str, what: str, do: str = "") -> Hazard:
+def _hazard(site: Site, code: str, problem: str, do: str = "") -> Hazard:
     """Return a hazard; ``do`` defaults to the advice for its code."""
     line = getattr(site.node, "lineno", 0)
-    return Hazard(code=code, cell=site.cell.number, line=line, what=what, do=do or ADVICE[code])
+    return Hazard(code=code, cell=site.cell.number, line=line, what=problem, do=do or ADVICE[code])
 
 
 # --- devices ---
@@ -72,16 +72,16 @@ def device_in_kernel(program: NotebookProgram) -> Iterator[Hazard]:
     """Find uses of a GPU by the kernel, which then holds GPU memory."""
     names = _device_names(program)
     for site in program.in_kernel():
-        if isinstance(site.node, ast.Call) and (what := _gpu_use(site.node, program, names)):
-            yield _hazard(site, "device-in-kernel", what)
+        if isinstance(site.node, ast.Call) and (problem := _gpu_use(site.node, program, names)):
+            yield _hazard(site, "device-in-kernel", problem)
 
 
 def fixed_device(program: NotebookProgram) -> Iterator[Hazard]:
     """Find fixed devices in code that runs in every rank."""
     for site in program.in_ranks():
         if isinstance(site.node, ast.Call) and (why := _placement(site.node, set())):
-            what = f"{why} fails without a GPU, and may put every rank on the same one"
-            yield _hazard(site, "fixed-device", what)
+            problem = f"{why} fails without a GPU, and may put every rank on the same one"
+            yield _hazard(site, "fixed-device", problem)
 
 
 def built_before_launch(program: NotebookProgram) -> Iterator[Hazard]:
@@ -92,8 +92,8 @@ def built_before_launch(program: NotebookProgram) -> Iterator[Hazard]:
             continue
         name = program.full_name(site.node.func).rpartition(".")[2]
         if name in _TOO_EARLY and (site.cell.number, site.node.lineno) < first:
-            what = f"{name}(...) is created in the kernel, before the launch: {_TOO_EARLY[name]}"
-            yield _hazard(site, "built-before-launch", what)
+            problem = f"{name}(...) is created in the kernel, before the launch: {_TOO_EARLY[name]}"
+            yield _hazard(site, "built-before-launch", problem)
 
 
 def _gpu_use(call: ast.Call, program: NotebookProgram, names: set[str]) -> str:
@@ -159,12 +159,12 @@ def lone_collectives(program: NotebookProgram) -> Iterator[Hazard]:
         if not site.guarded or not isinstance(call, ast.Call):
             continue
         if name := _collective(program.full_name(call.func), ast.unparse(call.func)):
-            what = f"only the main rank calls {name}, which waits for the other ranks"
-            yield _hazard(site, "lone-collective", what)
+            problem = f"only the main rank calls {name}, which waits for the other ranks"
+            yield _hazard(site, "lone-collective", problem)
         elif isinstance(call.func, ast.Name) and call.func.id in wrapped:
-            what = f"only the main rank calls {call.func.id}(...): DDP waits for the other ranks"
+            problem = f"only the main rank calls {call.func.id}(...): DDP waits for the other ranks"
             do = f"move it out of the `if`, or call ctx.unwrap({call.func.id})(...)"
-            yield _hazard(site, "lone-collective", what, do)
+            yield _hazard(site, "lone-collective", problem, do)
 
 
 def _collective(full: str, written: str) -> str:

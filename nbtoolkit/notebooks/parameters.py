@@ -160,8 +160,10 @@ def parameters_from_shell(texts: Iterable[str]) -> dict[str, FromShell]:
         if name and equals:
             values[name] = FromShell(value)
         else:
-            what = "has no name, or no '='"
-            mistakes.append(Mistake(place=f"parameter {text!r}", what=what, do="write name=value"))
+            problem = "has no name, or no '='"
+            mistakes.append(
+                Mistake(place=f"parameter {text!r}", what=problem, do="write name=value")
+            )
     refuse(mistakes, ParameterError)
     return values
 
@@ -283,12 +285,12 @@ def _unknown(name: str, place: str, declared: Mapping[str, Parameter], notebook:
 
 
 def _wrong_type(value: object, parameter: Parameter, place: str, error: Exception) -> Mistake:
-    what = f"{parameter.name} is {value!r}"
+    problem = f"{parameter.name} is {value!r}"
     if isinstance(error, TypeError):
-        what += f": {error}"
+        problem += f": {error}"
     elif inner := _inner_error(error):
-        what += f"; {inner}"
-    return Mistake(place=place, what=what, allowed=parameter.shown)
+        problem += f"; {inner}"
+    return Mistake(place=place, what=problem, allowed=parameter.shown)
 
 
 def _inner_error(error: Exception) -> str:

@@ -350,10 +350,10 @@ def _is_finished(values: Mapping[str, object]) -> bool:
 
 
 def _refuse_unknown(again: Sequence[str], names: Sequence[str]) -> None:
-    what = "there is no such step"
+    problem = "there is no such step"
     allowed = ", ".join(names)
     wrong = [
-        Mistake(place=f"again {name!r}", what=what, allowed=allowed)
+        Mistake(place=f"again {name!r}", what=problem, allowed=allowed)
         for name in again
         if name not in names
     ]

@@ -142,8 +142,8 @@ def resolve(value: object, published: Published) -> object:
             return match[0][1:]
         part = _look_up(match[2], published)
         if not isinstance(part, (str, int, float, bool)):
-            what = f"{match[0]}: a {type(part).__name__} cannot be part of a text"
-            raise PipelineError(what, do="make the reference the whole value")
+            problem = f"{match[0]}: a {type(part).__name__} cannot be part of a text"
+            raise PipelineError(problem, do="make the reference the whole value")
         return str(part)
 
     # The type of the text: a FromShell text stays one.
@@ -266,10 +266,10 @@ def _step_names(layer: Layer, file: Path) -> list[str]:
         steps = {}
     for name in steps:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or name == PIPELINE:
-            what = f"{name!r} cannot be a step's name"
+            problem = f"{name!r} cannot be a step's name"
             allowed = f"letters, digits, _ and -; not {PIPELINE!r}"
             place = _place(layer, ("steps", name))
-            mistakes.append(Mistake(place=place, what=what, allowed=allowed))
+            mistakes.append(Mistake(place=place, what=problem, allowed=allowed))
     refuse(mistakes, PipelineError)
     return [*steps]
 
@@ -288,8 +288,8 @@ def _with_overrides(layer: Layer, overrides: Overrides, names: Sequence[str]) ->
     for name, value, place in given:
         step, _, parameter = name.strip().partition(".")
         if not parameter:
-            what = "names no step's parameter, or has no '='"
-            mistakes.append(Mistake(place=place, what=what, do="write step.parameter=value"))
+            problem = "names no step's parameter, or has no '='"
+            mistakes.append(Mistake(place=place, what=problem, do="write step.parameter=value"))
         elif step not in names:
             mistakes.append(_unknown_step(step, place, names))
         elif isinstance(settings := layer.values["steps"][step], dict):
@@ -316,8 +316,8 @@ def _step(name: str, layer: Layer, file: Path) -> Step:
     path = next((place.absolute() for place in candidates if place.is_file()), None)
     if path is None:
         folders = ", ".join(dict.fromkeys(str(place.parent) for place in candidates))
-        what = f"there is no notebook {settings.notebook!r}"
-        raise NotebookError(what, allowed=f"a file in one of {folders}")
+        problem = f"there is no notebook {settings.notebook!r}"
+        raise NotebookError(problem, allowed=f"a file in one of {folders}")
     notebook = read_notebook(path)
     refuse_syntax_errors(notebook, path.name)
     return Step(
@@ -340,9 +340,9 @@ def _reference_mistakes(step: Step, names: Sequence[str]) -> Iterator[Mistake]:
         for reference in references(value):
             other, *path = reference.split(".")
             if not path or not all(path):
-                what = f"${{{reference}}} refers to no value"
+                problem = f"${{{reference}}} refers to no value"
                 do = "write ${step.name}, or $${...} "
-                yield Mistake(place=place, what=what, do=f"{do}for the characters themselves")
+                yield Mistake(place=place, what=problem, do=f"{do}for the characters themselves")
             elif other == PIPELINE and path[0] not in _PIPELINE_VALUES:
                 allowed = ", ".join(f"${{{PIPELINE}.{value}}}" for value in _PIPELINE_VALUES)
                 yield Mistake(place=place, what=f"there is no ${{{reference}}}", allowed=allowed)
@@ -356,9 +356,9 @@ def _circle(steps: Sequence[Step]) -> Iterator[Mistake]:
         TopologicalSorter({step.name: step.needs for step in steps}).prepare()
     except CycleError as error:
         circle = error.args[1][::-1]  # each of them needs the next one
-        what = f"steps need each other in a circle: {' needs '.join(circle)}"
+        problem = f"steps need each other in a circle: {' needs '.join(circle)}"
         place = next(step.place() for step in steps if step.name == circle[0])
-        yield Mistake(place=place, what=what, do="remove one of the references")
+        yield Mistake(place=place, what=problem, do="remove one of the references")
 
 
 def _in_order(steps: Sequence[Step]) -> Iterator[Step]:
@@ -373,9 +373,9 @@ def _in_order(steps: Sequence[Step]) -> Iterator[Step]:
 
 
 def _unknown_step(name: str, place: str, names: Sequence[str], prefix: str = "") -> Mistake:
-    what = f"{prefix}there is no step {name!r}"
+    problem = f"{prefix}there is no step {name!r}"
     do = did_you_mean(name, names)
-    return Mistake(place=place, what=what, allowed=", ".join(names), do=do)
+    return Mistake(place=place, what=problem, allowed=", ".join(names), do=do)
 
 
 def _mistake(place: str, error: NbtoolkitError) -> Mistake:
@@ -388,16 +388,16 @@ def _invalid(layer: Layer, step: Keys, error: ErrorDetails) -> Mistake:
     if error["type"] == "extra_forbidden":
         return _unknown(layer, keys)
     allowed = StepSettings.model_fields[keys[2]].description or ""
-    what = f"{'.'.join(keys)}: {error['msg']}"
-    return Mistake(place=_place(layer, keys), what=what, allowed=allowed.rstrip("."))
+    problem = f"{'.'.join(keys)}: {error['msg']}"
+    return Mistake(place=_place(layer, keys), what=problem, allowed=allowed.rstrip("."))
 
 
 def _unknown(layer: Layer, keys: Keys) -> Mistake:
     known = [*StepSettings.model_fields] if len(keys) > 1 else ["folder", "steps"]
-    what = f"unknown setting {keys[-1]!r}"
+    problem = f"unknown setting {keys[-1]!r}"
     allowed = ", ".join(known)
     do = did_you_mean(keys[-1], known)
-    return Mistake(place=_place(layer, keys), what=what, allowed=allowed, do=do)
+    return Mistake(place=_place(layer, keys), what=problem, allowed=allowed, do=do)
 
 
 def _place(layer: Layer, keys: Keys) -> str:

@@ -107,9 +107,10 @@ class Setup:
         set_text(self.cost, cost)
         set_trait(self.code, "value", code)
         config = validation.config or Config()
-        own = [f"model.{key}" for key in config.model] + [f"data.{key}" for key in config.data]
+        user_settings = [f"model.{key}" for key in config.model]
+        user_settings += [f"data.{key}" for key in config.data]
         names = [name for section in _SUGGESTED for name in _settings(section)]
-        self.table.suggest([*own, *names])
+        self.table.suggest([*user_settings, *names])
 
     def _store(self, name: str, text: str) -> None:
         with self._lock:

@@ -65,8 +65,8 @@ def _failure(paths: RunPaths) -> BaseException:
 def _name_cells(error: BaseException) -> None:
     """Name cells instead of their temporary files in the text of an error of nbtoolkit."""
     if isinstance(error, NbtoolkitError):
-        what, allowed, do = (with_cells(text) for text in (error.what, error.allowed, error.do))
-        NbtoolkitError.__init__(error, what, allowed=allowed, do=do)
+        problem, allowed, do = (with_cells(text) for text in (error.what, error.allowed, error.do))
+        NbtoolkitError.__init__(error, problem, allowed=allowed, do=do)
 
 
 _FILE_AND_LINE = re.compile(r"(<ipython-input[^>]*>|/[^\s:]+\.py):(\d+)")

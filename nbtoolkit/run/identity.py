@@ -102,7 +102,7 @@ def _bound_values(function: object) -> list[tuple[str, int | float | str]]:
     bound = [*getattr(owner, "__dict__", {}).items(), *closure_values(function)]
     bound += [("default", value) for value in getattr(function, "__defaults__", None) or ()]
     plain = [(name, value) for name, value in bound if isinstance(value, (int, float, str))]
-    return [one for one in plain if one[0] not in _OF_EVERY_CLASS]
+    return [item for item in plain if item[0] not in _OF_EVERY_CLASS]
 
 
 def _named_by(function: object) -> Iterator[object]:

@@ -71,8 +71,8 @@ def answer_key(train: Callable[..., Any], config: Config, *more: object) -> str:
 
 def kept_answer(config: Config, name: str, key: str) -> Answer | None:
     """Return the answer that was kept under ``name`` and ``key``; None if there is none."""
-    found = read_answers(config).get(name, {}).get(key)
-    return found if isinstance(found, dict) else None
+    answer = read_answers(config).get(name, {}).get(key)
+    return answer if isinstance(answer, dict) else None
 
 
 def read_answers(config: Config) -> dict[str, dict[str, Answer]]:

@@ -430,8 +430,8 @@ def lock_run(paths: RunPaths) -> RunLock | None:
     if awaits_job(paths):
         lock.release()
         return None
-    own = os.environ.get(JOB_MARK) == str(paths.folder)
-    for _ in range(_LOCK_TRIES_OF_JOB if own else _LOCK_TRIES):
+    is_job = os.environ.get(JOB_MARK) == str(paths.folder)
+    for _ in range(_LOCK_TRIES_OF_JOB if is_job else _LOCK_TRIES):
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return lock

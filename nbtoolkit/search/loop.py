@@ -142,7 +142,7 @@ class Sweep:
         self.start_jobs()
         while not self.over:
             events = self._pool.wait()
-            failed = [one for one in events if isinstance(one, JobEnded) and one.failed]
+            failed = [event for event in events if isinstance(event, JobEnded) and event.failed]
             if self._folds is None and not failed:
                 # A trial that was asked for ahead starts before the ends of others are recorded,
                 # which takes 10 ms. With folds, the next job depends on them.
@@ -294,7 +294,7 @@ class Sweep:
 
     def _trial_of(self, job: SearchJob) -> OpenTrial | None:
         """Return the trial of a running job."""
-        return next((one for one in self._open.values() if job.key in one.running), None)
+        return next((trial for trial in self._open.values() if job.key in trial.running), None)
 
     # --- reports ---
 
@@ -621,8 +621,8 @@ def missing(metrics: Mapping[str, object], names: Iterable[str]) -> str | None:
     return None
 
 
-def better(direction: str, one: float, other: float | None) -> float:
+def better(direction: str, value: float, other: float | None) -> float:
     """Return the better of two values."""
     if other is None:
-        return one
-    return max(one, other) if direction == "maximize" else min(one, other)
+        return value
+    return max(value, other) if direction == "maximize" else min(value, other)

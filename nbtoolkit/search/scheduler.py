@@ -155,9 +155,11 @@ class LocalPool(Pool):
             runner.stop(reason, grace, self.leaving or "stopped")
 
     def _wait_for_messages(self) -> list[messages.KernelRequest]:
-        lines = [line for runner in self._runners for line in runner.lines()]
+        connections = [
+            connection for runner in self._runners for connection in runner.connections()
+        ]
         try:
-            return self._loop.wait(lines, 0.0 if self._not_started else TICK)
+            return self._loop.wait(connections, 0.0 if self._not_started else TICK)
         except ForkServerGone:
             if not self._runners or not all(runner.exiting for runner in self._runners):
                 raise

@@ -141,8 +141,8 @@ def _on_cpus(hardware: Hardware, per_device: int) -> Slots:
     room = hardware.memory // _CPU_MEMORY if hardware.memory else hardware.cpu_count
     count = max(1, min(hardware.cpu_count, room))
     threads = max(1, hardware.cpu_count // count)
-    one = replace(hardware, devices=(), cpu_count=threads)
-    slots = [Slot(name=f"cpu {at}", hardware=one, overrides=ALONE) for at in range(count)]
+    share = replace(hardware, devices=(), cpu_count=threads)
+    slots = [Slot(name=f"cpu {at}", hardware=share, overrides=ALONE) for at in range(count)]
     why = f"{hardware.cpu_count} CPUs and {gib(hardware.memory)} of memory"
     if per_device > 1:
         why += f" (trials_per_device: {per_device} is for GPUs)"

@@ -299,7 +299,7 @@ def start_search(
         try:
             packed = cloudpickle.dumps(request)
             with pack_function(train, environment) as payload, pack_content(packed) as content:
-                line = start_supervisor(_SCHEDULER, payload, content, run.lock)
+                connection = start_supervisor(_SCHEDULER, payload, content, run.lock)
         except LaunchError:
             roll_back(run)
             raise
@@ -308,7 +308,7 @@ def start_search(
     tracked = partial(track, run.paths.folder) if tracking.on else None
     if tracked is not None:
         tracked()
-    process = StartedRun(line=line, tracked=tracked, detached=detach)
+    process = StartedRun(line=connection, tracked=tracked, detached=detach)
     return Started(run, process, limit.deadline)
 
 

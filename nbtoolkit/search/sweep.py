@@ -218,8 +218,8 @@ def sweep_to_resume(
     count = None if folds is None else len(folds)
     search = _search(load_sweep_config(space, config, folds=count), folds)
     wanted = WantedSearch.of(train, config, search)
-    found = unfinished(config.runtime.output_dir, wanted)
-    return next((paths for paths in found if not paths.owned()), None)
+    candidates = unfinished(config.runtime.output_dir, wanted)
+    return next((paths for paths in candidates if not paths.owned()), None)
 
 
 def _search(sweep_config: SweepConfig, folds: Folds | None) -> Search:

@@ -152,7 +152,7 @@ class SweepResult:
 
         ended = ended_trials(self.study, self.sweep_config.make_space())
         lost = [trial for trial in ended if trial.number not in recorded]
-        return [*events, *(replace(one, best=one.number == self.best_trial) for one in lost)]
+        return [*events, *(replace(trial, best=trial.number == self.best_trial) for trial in lost)]
 
     def _row(self, event: TrialChanged) -> dict[str, Any]:
         metrics = self.sweep_config.metrics
@@ -184,8 +184,8 @@ class SweepResult:
             MissingExtra: scikit-learn is not installed.
         """
         maximize = self.sweep_config.directions[0] == "maximize"
-        found = importance(self.study.get_trials(deepcopy=False), maximize=maximize)
-        return charts().importance_chart(found, self.sweep_config.metrics[0])
+        importances = importance(self.study.get_trials(deepcopy=False), maximize=maximize)
+        return charts().importance_chart(importances, self.sweep_config.metrics[0])
 
     def plot_slices(self) -> Chart:
         """Draw the value of the trials against each parameter."""

@@ -94,5 +94,5 @@ def _import(path: str, name: str) -> ModuleType:
 def _public_functions(module: ModuleType) -> list[str]:
     """Return the names of the module's own public functions."""
     functions = inspect.getmembers(module, inspect.isfunction)
-    own = (name for name, function in functions if function.__module__ == module.__name__)
-    return [name for name in own if name[0] != "_"]
+    defined = (name for name, function in functions if function.__module__ == module.__name__)
+    return [name for name in defined if name[0] != "_"]

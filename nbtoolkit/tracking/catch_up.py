@@ -39,9 +39,9 @@ def wait_for_tracking(
             time.sleep(min(seconds, 0.01))
         return ended
 
-    what = f"tracking to write the run {paths.run_id}"
+    awaited = f"tracking to write the run {paths.run_id}"
     in_time = wait_while_active(
-        has_ended, Activity(pid), what, limit=limit, stalled=stalled, say=say
+        has_ended, Activity(pid), awaited, limit=limit, stalled=stalled, say=say
     )
     replay = f"nbtoolkit.tracking.replay({str(paths.folder)!r})"
     done, error = _tracking_state(paths)

@@ -251,7 +251,7 @@ def tracking_table(
             f"there is no {path}", do="give the folder that runtime.output_dir named in the launch"
         )
     client = import_client()(tracking_uri=database_uri(path))
-    experiments = {found.name: found.experiment_id for found in client.search_experiments()}
+    experiments = {entry.name: entry.experiment_id for entry in client.search_experiments()}
     if experiment is not None and experiment not in experiments:
         raise TrackingError(
             f"there is no experiment {experiment!r} in {path}",

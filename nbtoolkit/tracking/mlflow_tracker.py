@@ -97,8 +97,8 @@ class MLflowTracker:
             experiment=first.config.get("tracking", {}).get("experiment"),
             parent=first.mlflow_parent,
         )
-        found = _find_run(self._client, experiment, self._paths.run_id)
-        mlflow_run = found or self._create(experiment, run)
+        existing = _find_run(self._client, experiment, self._paths.run_id)
+        mlflow_run = existing or self._create(experiment, run)
         self._run_id = mlflow_run.info.run_id
         self._jobs = _JobRuns(self._client, experiment, self._paths, self._run_id)
         ended = mlflow_run.info.end_time
@@ -106,7 +106,7 @@ class MLflowTracker:
             self._client.update_run(self._run_id, status="RUNNING")
         self._log_params(mlflow_run, run)
         self._client.log_batch(self._run_id, tags=_as_tags(_run_tags(run, self._paths)))
-        return found is not None
+        return existing is not None
 
     def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:
         """Write metrics; checkpoints and stop requests as tags; trials and folds as nested runs."""

@@ -198,8 +198,8 @@ class TrackingProcess:
         """
         ended = partial(has_ended, self._process)
         activity = Activity(self._process.pid)
-        what = "tracking to write the run"
-        if not wait_while_active(ended, activity, what, stalled=stalled, say=say):
+        awaited = "tracking to write the run"
+        if not wait_while_active(ended, activity, awaited, stalled=stalled, say=say):
             self._process.kill()
             self._process.wait()
             raise TimeoutError(

@@ -71,13 +71,13 @@ def points(event: Event, last_steps: dict[str, int]) -> list[Point]:
         last_steps: the last step of each curve, updated here. A value logged without a step gets
             the step after its curve's last.
     """
-    found = []
+    new_points = []
     event_step, numbers = _numbers(event)
     for name, value in numbers:
         step = last_steps.get(name, -1) + 1 if event_step is None else event_step
         last_steps[name] = step
-        found.append(Point(name, value, step, event.t))
-    return found
+        new_points.append(Point(name, value, step, event.t))
+    return new_points
 
 
 def _numbers(event: Event) -> tuple[int | None, Iterable[tuple[str, float]]]:

@@ -316,8 +316,8 @@ def _weighted_statistics(layer: BatchNorm) -> Tensor:
     """Return a layer's means and variances times the number of its batches, and this number."""
     import torch
 
-    one = torch.ones_like(layer.running_mean[:1])
-    row = torch.cat([layer.running_mean, layer.running_var, one]).double()
+    ones = torch.ones_like(layer.running_mean[:1])
+    row = torch.cat([layer.running_mean, layer.running_var, ones]).double()
     weighted: Tensor = row * layer.num_batches_tracked
     return weighted
 

@@ -122,15 +122,15 @@ class Callbacks:
         self._reason = ""
         self._moments: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
         self._named: dict[str, object] = {}
-        for one in callbacks:
-            name = type(one).__qualname__
+        for callback in callbacks:
+            name = type(callback).__qualname__
             if name in self._named:
                 name = f"{name} {len(self._named) + 1}"
-            _check(one, name)
-            self._named[name] = one
+            _check(callback, name)
+            self._named[name] = callback
             for moment in (*MOMENTS, "state_dict", "load_state_dict"):
-                if _implements(one, moment):
-                    self._moments.setdefault(moment, []).append((name, getattr(one, moment)))
+                if _implements(callback, moment):
+                    self._moments.setdefault(moment, []).append((name, getattr(callback, moment)))
 
     def __bool__(self) -> bool:
         return bool(self._named)
@@ -173,13 +173,13 @@ class Callbacks:
 
         A collective.
         """
-        found = gather_on_all((self._reason, added), self._ranks)
-        return next((reason for reason, _ in found if reason), ""), found[0][1]
+        gathered = gather_on_all((self._reason, added), self._ranks)
+        return next((reason for reason, _ in gathered if reason), ""), gathered[0][1]
 
     def state(self) -> State:
         """Return the states to save, by callback."""
-        found = self._moments.get("state_dict", ())
-        return {name: self._run("state_dict", name, method) for name, method in found}
+        methods = self._moments.get("state_dict", ())
+        return {name: self._run("state_dict", name, method) for name, method in methods}
 
     def restore(self, states: State) -> None:
         """Continue from a :meth:`state`; a callback that it does not know starts anew."""
@@ -199,16 +199,18 @@ class Callbacks:
 
 def _implements(callback: object, moment: str) -> bool:
     """Whether an object has a method, other than :class:`Callback`'s own."""
-    own = getattr(callback, moment, None)
-    return callable(own) and getattr(own, "__func__", own) is not vars(Callback)[moment]
+    method = getattr(callback, moment, None)
+    return callable(method) and getattr(method, "__func__", method) is not vars(Callback)[moment]
 
 
 def _check(callback: object, name: str) -> None:
-    found = [one for one in dir(callback) if one.startswith("on_")]
+    hooks = [hook for hook in dir(callback) if hook.startswith("on_")]
     several = [
-        one for one in found if one in MOMENTS and required_arguments(getattr(callback, one)) != 1
+        hook
+        for hook in hooks
+        if hook in MOMENTS and required_arguments(getattr(callback, hook)) != 1
     ]
-    unknown = [one for one in found if one not in MOMENTS]
+    unknown = [hook for hook in hooks if hook not in MOMENTS]
     if isinstance(callback, type):
         fault = f"the callback {callback.__name__} is a class"
         do = "pass an object: add ()"
@@ -218,7 +220,7 @@ def _check(callback: object, name: str) -> None:
     elif unknown:
         fault = f"fit never calls {unknown[0]} of the callback {name}"
         do = "rename it"
-    elif not found:
+    elif not hooks:
         fault = f"the callback {name} has no method that fit calls"
         do = "derive from nb.Callback"
     else:

@@ -93,9 +93,11 @@ def take_apart(
     if not isinstance(data, DataLoader):
         return Feed(_without_tables(data, dtype), collate, dtype)
     if data.batch_size is None:
-        own = "a batch_sampler of its own" if data.batch_sampler is not None else "batch_size=None"
+        batching = (
+            "a batch_sampler of its own" if data.batch_sampler is not None else "batch_size=None"
+        )
         raise FitError(
-            f"the DataLoader has {own}, but fit makes the batches (of train.batch_size)",
+            f"the DataLoader has {batching}, but fit makes the batches (of train.batch_size)",
             allowed="a DataLoader with batch_size, and with shuffle or a sampler",
             do="pass the data set, or a DataLoader with the sampler inside (not one that "
             "ctx.prepare returned)",
@@ -123,7 +125,7 @@ def _float_type(model: nn.Module | None) -> torch.dtype | None:
     import torch
 
     parameters = [] if model is None else [*model.parameters()]
-    types = {one.dtype for one in parameters if one.is_floating_point()}
+    types = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
     return types.pop() if types in ({torch.float32}, {torch.float64}) else None
 
 
@@ -195,8 +197,8 @@ def labels_of(data: object) -> Labels | None:
         return None if whole is None else torch.as_tensor(whole)[torch.as_tensor(data.indices)]
     if isinstance(data, tuple) or hasattr(data, "tensors"):
         return second_array(data)
-    found = getattr(data, "targets", getattr(data, "labels", None))
-    return np.asarray(found) if isinstance(found, (list, tuple)) else found
+    labels = getattr(data, "targets", getattr(data, "labels", None))
+    return np.asarray(labels) if isinstance(labels, (list, tuple)) else labels
 
 
 # --- data sets ---

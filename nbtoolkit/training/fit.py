@@ -388,11 +388,11 @@ class _Training:
             self._watch,
             train_step.steps_done,
             window.sums(losses),
-            own=[*self._clock.take(steps), logger.memory()],
+            unsummed=[*self._clock.take(steps), logger.memory()],
             stop=self._callbacks.stop_requested,
         )
-        self._clock.add([own[:-1] for own in result.own])
-        memory = [own[-1] for own in result.own]
+        self._clock.add([numbers[:-1] for numbers in result.unsummed])
+        memory = [numbers[-1] for numbers in result.unsummed]
         micro_batches = window.micro_batches
         log_points = window.log_points
         window.clear()

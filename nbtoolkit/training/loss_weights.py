@@ -60,12 +60,12 @@ class ClassLoss(NamedTuple):
 
     def divides_as(self, other: ClassLoss) -> bool:
         """Whether both divide by the same weights in every batch; waits for the device."""
-        ours = self.class_weights
-        theirs = other.class_weights
+        weights = self.class_weights
+        other_weights = other.class_weights
         return (
             self.ignore_index == other.ignore_index
-            and (ours is None) == (theirs is None)
-            and (ours is None or theirs is None or torch.equal(ours, theirs))
+            and (weights is None) == (other_weights is None)
+            and (weights is None or other_weights is None or torch.equal(weights, other_weights))
             and torch.equal(self.target.flatten(), other.target.flatten())
         )
 

@@ -535,12 +535,12 @@ def trained_loss(ctx: RunContext, model: nn.Module, loss: object) -> nn.Module |
     """
     from torch import nn
 
-    modules = [one for one in _modules(loss) if loss_parameters(model, one)]
+    modules = [candidate for candidate in _modules(loss) if loss_parameters(model, candidate)]
     if not modules:
         return None
     module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     named = loss_parameters(model, module)
-    shown = some_names([f"{name} {tuple(one.shape)}" for name, one in named.items()])
+    shown = some_names([f"{name} {tuple(parameter.shape)}" for name, parameter in named.items()])
     if ctx.plan.strategy == "fsdp":
         raise FitError(
             f"the loss has parameters of its own, {shown}, which distributed.strategy: fsdp cannot "
@@ -566,9 +566,9 @@ def loss_parameters(model: nn.Module, loss: nn.Module | None) -> dict[str, nn.Pa
     """Return the trainable parameters of a loss beside the model's, as ``loss.<name>``."""
     of_model = set(model.parameters())
     return {
-        f"loss.{name}": one
-        for name, one in ([] if loss is None else loss.named_parameters())
-        if one.requires_grad and one not in of_model
+        f"loss.{name}": parameter
+        for name, parameter in ([] if loss is None else loss.named_parameters())
+        if parameter.requires_grad and parameter not in of_model
     }
 
 

@@ -123,8 +123,8 @@ def check_accuracy(metrics: Mapping[str, Metric], targets: Labels | None) -> Non
     import torch
 
     of_classes = ["accuracy"] if accuracy in metrics.values() else []
-    named = [one for one in metrics.values() if isinstance(one, NamedMetric)]
-    of_classes += [one.name for one in named if one.takes != "numbers"]
+    named = [metric for metric in metrics.values() if isinstance(metric, NamedMetric)]
+    of_classes += [metric.name for metric in named if metric.takes != "numbers"]
     if targets is None or not of_classes:
         return
     labels = torch.as_tensor(targets)
@@ -325,8 +325,8 @@ class Meter:
         if not self._deferred:
             return {}
         deferred = self._deferred.items()
-        own = {name: metric.part() for name, metric in deferred} if self._sums else None
-        gathered = gather_on_first(own, self._ranks)
+        local_parts = {name: metric.part() for name, metric in deferred} if self._sums else None
+        gathered = gather_on_first(local_parts, self._ranks)
         values: dict[str, float] = {}
         if gathered is not None:
             parts = [part for part in gathered if part is not None]
@@ -476,7 +476,7 @@ def _is_torchmetric(metric: object) -> bool:
 @contextmanager
 def _merged_states(metric: TorchMetric, states: Sequence[MetricState]) -> Iterator[None]:
     """Give ``metric`` the states of all ranks inside a block, without collectives of its own."""
-    own = dict(metric.metric_state)
+    local_state = dict(metric.metric_state)
     available = metric.distributed_available_fn
     metric.distributed_available_fn = lambda: False
     for name, value in _merge(metric, states).items():
@@ -485,7 +485,7 @@ def _merged_states(metric: TorchMetric, states: Sequence[MetricState]) -> Iterat
         yield
     finally:
         metric.distributed_available_fn = available
-        for name, value in own.items():
+        for name, value in local_state.items():
             setattr(metric, name, value)
 
 

@@ -319,9 +319,9 @@ def checkpoint_activations(model: nn.Module) -> int:
     Returns:
         The number of blocks (1 for a model with its own method); 0: nothing was changed.
     """
-    own = getattr(model, "gradient_checkpointing_enable", None)
-    if own is not None:
-        own(gradient_checkpointing_kwargs={"use_reentrant": False})
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if enable is not None:
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return 1
     blocks = find_blocks(model)
     for block in blocks:

@@ -123,7 +123,7 @@ def _parameters(kind: OptimizerClass) -> list[str]:
 
 def _accepts(kind: OptimizerClass, name: str) -> bool:
     parameters = inspect.signature(kind).parameters
-    any_name = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return any_name or name in parameters
 
 
@@ -166,12 +166,12 @@ def _arguments(optim: Optim, kind: OptimizerClass, model: nn.Module) -> dict[str
     """Return the arguments of the class, besides the groups."""
     import torch
 
-    own: dict[str, Any] = {"lr": optim.lr} if _accepts(kind, "lr") else {}
+    arguments: dict[str, Any] = {"lr": optim.lr} if _accepts(kind, "lr") else {}
     if "weight_decay" in _parameters(kind):  # the groups have it too, but it may be required
-        own["weight_decay"] = optim.weight_decay
+        arguments["weight_decay"] = optim.weight_decay
     if issubclass(kind, torch.optim.SGD) and _accepts(kind, "momentum"):
-        own["momentum"] = optim.momentum
-    for name in sorted({"params", "lr", "weight_decay", *own} & optim.options.keys()):
+        arguments["momentum"] = optim.momentum
+    for name in sorted({"params", "lr", "weight_decay", *arguments} & optim.options.keys()):
         setting = "the model's parameters" if name == "params" else f"optim.{name}"
         raise FitError(
             f"optim.options.{name} is set in place of {setting}",
@@ -179,10 +179,10 @@ def _arguments(optim: Optim, kind: OptimizerClass, model: nn.Module) -> dict[str
             do=f"remove it from optim.options: {setting} is used",
         )
     if _can_fuse(kind, model) and not optim.options.keys() & {"fused", "foreach", "differentiable"}:
-        own["fused"] = True
+        arguments["fused"] = True
     options = optim.options.items()
     return {
-        **own,
+        **arguments,
         **{name: v.to_dict() if isinstance(v, FreeSection) else v for name, v in options},
     }
 
@@ -214,22 +214,27 @@ def _groups(
         set() if optim.decay_all else set().union(*map(parameters_without_decay, modules))
     )
 
-    def decayed(named: Named, own: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def decayed(named: Named, options: Mapping[str, Any]) -> list[dict[str, Any]]:
         parameters = list(named.values())
-        if not _accepts(kind, "weight_decay") or "weight_decay" in own:
-            return [{"params": parameters, **own}]
+        if not _accepts(kind, "weight_decay") or "weight_decay" in options:
+            return [{"params": parameters, **options}]
         decay = optim.weight_decay
-        others = {one: None for one in parameters if decay and one in without_decay}
-        parts = [([one for one in parameters if one not in others], decay), ([*others], 0.0)]
-        return [{"params": part, "weight_decay": rate, **own} for part, rate in parts if part]
+        others = {
+            parameter: None for parameter in parameters if decay and parameter in without_decay
+        }
+        parts = [
+            ([parameter for parameter in parameters if parameter not in others], decay),
+            ([*others], 0.0),
+        ]
+        return [{"params": part, "weight_decay": rate, **options} for part, rate in parts if part]
 
     groups = decayed(rest, {})
     for number, group in enumerate(optim.param_groups):
-        own: dict[str, Any] = group.to_dict()
-        del own["match"]
-        if "lr" in own:
-            own["lr_scale"] = own.pop("lr") / optim.lr
-        for key in own:  # torch takes any key, and ignores it
+        settings: dict[str, Any] = group.to_dict()
+        del settings["match"]
+        if "lr" in settings:
+            settings["lr_scale"] = settings.pop("lr") / optim.lr
+        for key in settings:  # torch takes any key, and ignores it
             if key != "lr_scale" and not _accepts(kind, key):
                 raise FitError(
                     f"optim.param_groups: {key} of the group {group.match!r} is not an argument of "
@@ -237,7 +242,7 @@ def _groups(
                     allowed=", ".join(("match", "lr", "lr_scale", *_parameters(kind))),
                     do="correct or remove it",
                 )
-        groups += decayed(matched[number], own)
+        groups += decayed(matched[number], settings)
     groups += decayed(of_loss, {}) if (of_loss := loss_parameters(model, loss)) else []
     return groups
 
@@ -255,9 +260,11 @@ def match_groups(
     Raises:
         FitError: a pattern matches no trainable parameter, or a parameter is in two groups.
     """
-    left = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    left = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     owner: dict[str, Any] = {}
-    found: list[Named] = []
+    matched: list[Named] = []
     for group in groups:
         patterns = group["match"]
         patterns = [patterns] if isinstance(patterns, str) else patterns
@@ -279,8 +286,8 @@ def match_groups(
                 do="make one of the two patterns narrower",
             )
         owner |= dict.fromkeys(names, group["match"])
-        found.append({name: left.pop(name) for name in [*left] if name in names})
-    return left, found
+        matched.append({name: left.pop(name) for name in [*left] if name in names})
+    return left, matched
 
 
 def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
@@ -339,7 +346,9 @@ def _of_user(given: object, model: nn.Module, loss: nn.Module | None) -> torch.o
         )
     if made.state:  # its steps so far may have been on another device
         made.load_state_dict(made.state_dict())
-    if of_loss := [one for one in loss_parameters(model, loss).values() if one not in held]:
+    if of_loss := [
+        parameter for parameter in loss_parameters(model, loss).values() if parameter not in held
+    ]:
         made.add_param_group({"params": of_loss})
     return made
 
@@ -433,7 +442,7 @@ class Schedule:
             "by_step": None if self._is_curve else self._by_step,
             "by_epoch": self._by_epoch,
         }
-        return {name: one for name, one in schedulers.items() if one is not None}
+        return {name: scheduler for name, scheduler in schedulers.items() if scheduler is not None}
 
 
 def make_schedule(
@@ -665,9 +674,9 @@ def _schedule_of_function(
     return made
 
 
-def _no_schedule(what: str) -> FitError:
+def _no_schedule(problem: str) -> FitError:
     return FitError(
-        f"schedule= {what}",
+        f"schedule= {problem}",
         allowed=_ALLOWED_SCHEDULE,
         do="pass schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)",
     )
@@ -680,4 +689,6 @@ def required_arguments(function: Callable[..., Any]) -> int:
     except (TypeError, ValueError):
         return 0
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(one.default is one.empty and one.kind in kinds for one in parameters)
+    return sum(
+        parameter.default is parameter.empty and parameter.kind in kinds for parameter in parameters
+    )

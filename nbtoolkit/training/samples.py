@@ -128,7 +128,9 @@ class Passes:
         slices = steps[:, self.rank].reshape(-1)
         rest = order[even : even + self._rest]
         low, high = self._share_of_rest(self.rank)
-        stand_ins = [one.rows for one in self._uneven_step() if not one.samples]
+        stand_ins = [
+            micro_batch.rows for micro_batch in self._uneven_step() if not micro_batch.samples
+        ]
         return torch.cat([slices, rest[low:high], *(rest[:rows] for rows in stand_ins)])
 
     @property
@@ -298,8 +300,8 @@ def _balanced(weights: str, data: object) -> Tensor:
     """One over the number of samples of the sample's class."""
     import torch
 
-    found = labels_of(data) if weights == "balanced" else None
-    labels = None if found is None else torch.as_tensor(found).detach().cpu()
+    targets = labels_of(data) if weights == "balanced" else None
+    labels = None if targets is None else torch.as_tensor(targets).detach().cpu()
     if labels is not None and labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels is None or labels.ndim != 1 or bool((labels != labels.floor()).any()):
@@ -375,14 +377,14 @@ def _ask(sampler: Iterable[int], epoch: int, size: int, samples: int, seed: int)
         if callable(set_epoch):
             set_epoch(epoch)
         given = list(islice(sampler, size + 1))
-    strange = [one for one in given if not hasattr(one, "__index__")]
-    indices = [] if strange else [index(one) for one in given]
-    beyond = [one for one in indices if not 0 <= one < samples]
+    strange = [item for item in given if not hasattr(item, "__index__")]
+    indices = [] if strange else [index(item) for item in given]
+    beyond = [item for item in indices if not 0 <= item < samples]
     if strange:
         fault = f"gives {strange[0]!r}, which is no index"
     elif len(indices) != size:
-        found = "more" if len(indices) > size else len(indices)
-        fault = f"gives {found} indices, and its len() is {size}"
+        count = "more" if len(indices) > size else len(indices)
+        fault = f"gives {count} indices, and its len() is {size}"
     elif beyond:
         fault = f"gives the index {beyond[0]}, and the training set has {samples} samples"
     else:

@@ -69,9 +69,9 @@ def named_metric(name: str) -> NamedMetric | None:
     Raises:
         MissingExtra: scikit-learn is not installed.
     """
-    found = re.fullmatch(r"map@([1-9]\d*)", name)
-    if found:
-        return NamedMetric(name, partial(_map_at, int(found[1])), "scores")
+    match = re.fullmatch(r"map@([1-9]\d*)", name)
+    if match:
+        return NamedMetric(name, partial(_map_at, int(match[1])), "scores")
     for takes, scores in (("numbers", _NUMBERS), ("classes", _CLASSES), ("scores", _SCORES)):
         if name in scores:
             if find_spec("sklearn") is None:
@@ -110,7 +110,7 @@ def _scores(
     if outputs.shape == targets.shape:
         if outputs.ndim == 2 and is_loss(loss, "cross_entropy") and targets.is_floating_point():
             return outputs, targets.argmax(1), 0.0
-        threshold = 0.5 if any(is_loss(loss, one) for one in PREDICT_TARGETS) else 0.0
+        threshold = 0.5 if any(is_loss(loss, loss_name) for loss_name in PREDICT_TARGETS) else 0.0
         if outputs.ndim > 2 or (outputs.ndim == 2 and bool((targets < 0).any())):
             outputs = outputs.flatten()
             targets = targets.flatten()
@@ -162,7 +162,10 @@ def _of_each_class(function: str, scores: Tensor, labels: Tensor) -> float:
     else:
         probabilities = _probabilities(scores)
         classes = [1] if scores.shape[1] == 2 else range(scores.shape[1])
-        pairs = [(probabilities[:, one], (labels == one).long()) for one in classes]
+        pairs = [
+            (probabilities[:, class_index], (labels == class_index).long())
+            for class_index in classes
+        ]
     values = [
         _sklearn(function, score, label) for score, label in pairs if len(torch.unique(label)) == 2
     ]

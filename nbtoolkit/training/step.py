@@ -133,8 +133,8 @@ class StepWeights:
             return None
         weight, samples = self._sums
         factor = torch.where(weight == 0, 0, samples / weight)
-        for one in self._weights:
-            one *= factor
+        for batch_weight in self._weights:
+            batch_weight *= factor
         self._samples = 0
         self._weights = []
         self._sums = None
@@ -311,7 +311,9 @@ class TrainStep:
         scaler = self._scaler
         if scaler.is_enabled():
             return scaler.get_scale() >= 1.0
-        return self._ranks == 1 and all(bool(one.isfinite().all()) for one in self._parameters)
+        return self._ranks == 1 and all(
+            bool(parameter.isfinite().all()) for parameter in self._parameters
+        )
 
     def broadcast_buffers(self) -> None:
         """Give all ranks rank 0's buffers, of the model and of its averages."""
@@ -495,18 +497,21 @@ def average_gradients(parameters: Sequence[nn.Parameter], ranks: int) -> None:
     import torch
     import torch.distributed as dist
 
-    grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-    unused = [one.grad is None for one in parameters]
-    present = torch.tensor([not one for one in unused]).to(grads[0])
+    grads = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for parameter in parameters
+    ]
+    unused = [parameter.grad is None for parameter in parameters]
+    present = torch.tensor([not absent for absent in unused]).to(grads[0])
     flat = torch.cat([present, *(grad.flatten() for grad in grads)])
     dist.all_reduce(flat)
-    sizes = [one.numel() for one in parameters]
+    sizes = [parameter.numel() for parameter in parameters]
     present, *means = flat.split([len(parameters), *sizes])
     torch._foreach_div_(means, ranks)
     used = present.tolist() if any(unused) else None  # waits for the device
-    for number, (one, grad, mean) in enumerate(zip(parameters, grads, means, strict=True)):
+    for number, (parameter, grad, mean) in enumerate(zip(parameters, grads, means, strict=True)):
         if used is None or used[number]:
-            one.grad = grad.copy_(mean.view_as(grad))
+            parameter.grad = grad.copy_(mean.view_as(grad))
 
 
 # --- the state of an optimizer, by the names of its parameters ---

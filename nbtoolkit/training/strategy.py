@@ -88,7 +88,9 @@ class Strategy:
 
     def grad_norm(self, parameters: list[nn.Parameter]) -> Tensor:
         """Return the norm of the gradients."""
-        return total_norm([one.grad for one in parameters if one.grad is not None])
+        return total_norm(
+            [parameter.grad for parameter in parameters if parameter.grad is not None]
+        )
 
     def translated(
         self, error: Exception, parameters: Mapping[str, nn.Parameter]
@@ -153,7 +155,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 def _of_compiler(error: Exception) -> FitError | None:
     """Return the error to raise for one of ``torch.compile``; None: it is another."""
-    if not any(one.__module__.startswith(_COMPILERS) for one in type(error).__mro__):
+    if not any(base.__module__.startswith(_COMPILERS) for base in type(error).__mro__):
         return None
     lines = (line.strip() for line in str(error).splitlines())
     reason = next((line for line in lines if line), "no reason")
@@ -338,8 +340,10 @@ class Fsdp(Strategy):
         if weights is None:
             state = module.state_dict()
             weights = {
-                name: torch.empty(one.shape, dtype=one.dtype) if hasattr(one, "shape") else one
-                for name, one in state.items()
+                name: torch.empty(value.shape, dtype=value.dtype)
+                if hasattr(value, "shape")
+                else value
+                for name, value in state.items()
             }
         module.load_state_dict(weights)
         broadcast_buffers(module, self._ranks)
@@ -466,8 +470,8 @@ class ShardedModule:
         from torch.distributed._composable_state import _module_state_mapping
 
         whole = {
-            id(one): nn.Parameter(_whole(cast("DTensor", one)), one.requires_grad)
-            for one in self._module.parameters()
+            id(parameter): nn.Parameter(_whole(cast("DTensor", parameter)), parameter.requires_grad)
+            for parameter in self._module.parameters()
         }
         for module, kind, attributes in self._plain:
             # FSDP refuses a module that it knows; torch has no public way to undo it.
@@ -477,14 +481,14 @@ class ShardedModule:
                 del module.__dict__[name]
             hooks = {name: value for name, value in attributes.items() if value is not None}
             module.__dict__.update(hooks)
-            for name, one in module._parameters.items():
-                if one is not None:
-                    module._parameters[name] = whole[id(one)]
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = whole[id(parameter)]
 
     def _units(self) -> list[FSDPModule]:
         from torch.distributed.fsdp import FSDPModule
 
-        return [one for one in self._module.modules() if isinstance(one, FSDPModule)]
+        return [module for module in self._module.modules() if isinstance(module, FSDPModule)]
 
 
 def check_sharded(module: nn.Module) -> None:
@@ -495,10 +499,10 @@ def check_sharded(module: nn.Module) -> None:
     """
     from torch.distributed.tensor import DTensor
 
-    for name, one in module.named_parameters():
-        if not isinstance(one, DTensor):
+    for name, parameter in module.named_parameters():
+        if not isinstance(parameter, DTensor):
             raise FitError(
-                f"the parameter {name} is not sharded: it is a {type(one).__name__}",
+                f"the parameter {name} is not sharded: it is a {type(parameter).__name__}",
                 allowed="FSDP2 of this torch, which makes every parameter a DTensor",
                 do="set distributed.strategy: ddp, and report this with the version of torch",
             )
@@ -595,26 +599,29 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _distribute_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    for name, one in module.named_parameters(remove_duplicate=False):
+    for name, parameter in module.named_parameters(remove_duplicate=False):
         if (value := state.get(prefix + name)) is not None:
-            state[prefix + name] = _distributed(value, one)
+            state[prefix + name] = _distributed(value, parameter)
 
 
 def _distribute_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    own = optimizer.param_groups
+    current = optimizer.param_groups
     saved = state["param_groups"]
     parameters = {
-        number: one
-        for mine, group in zip(own, saved, strict=False)  # load_state_dict refuses other lengths
-        for one, number in zip(mine["params"], group["params"], strict=False)
+        number: parameter
+        # load_state_dict refuses other lengths.
+        for mine, group in zip(current, saved, strict=False)
+        for parameter, number in zip(mine["params"], group["params"], strict=False)
     }
     groups = [
         {**group, "fused": mine["fused"]} if "fused" in mine else group
-        for mine, group in zip(own, saved, strict=False)
+        for mine, group in zip(current, saved, strict=False)
     ]
     sharded = {
-        number: {name: _distributed(value, parameters.get(number)) for name, value in one.items()}
-        for number, one in state["state"].items()
+        number: {
+            name: _distributed(value, parameters.get(number)) for name, value in values.items()
+        }
+        for number, values in state["state"].items()
     }
     return {"state": sharded, "param_groups": [*groups, *saved[len(groups) :]]}
 
@@ -647,7 +654,7 @@ def rebind(
     new = dict(zip(before, after, strict=True))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [new.get(one, one) for one in group["params"]]
+            group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
         prepare_optimizer(optimizer)
 
 
@@ -664,9 +671,9 @@ def shard_inputs(ctx: RunContext, objects: Sequence[object]) -> None:
     from torch import nn
     from torch.optim import Optimizer
 
-    models = [one for one in objects if isinstance(one, nn.Module)]
-    optimizers = [one for one in objects if isinstance(one, Optimizer)]
-    if any(one.state for one in optimizers):
+    models = [item for item in objects if isinstance(item, nn.Module)]
+    optimizers = [item for item in objects if isinstance(item, Optimizer)]
+    if any(optimizer.state for optimizer in optimizers):
         raise PlanError(
             "an optimizer has made steps before ctx.prepare, and distributed.strategy: fsdp "
             "replaces its parameters",

@@ -47,13 +47,13 @@ class SyncResult:
         sums: the losses over all ranks, one sum for each log point since the last synchronisation,
             and one for the micro-batches after the last log point.
         signal: rank 0's.
-        own: of each rank the numbers it gave, see :func:`sync_ranks`.
+        unsummed: of each rank the numbers it gave, see :func:`sync_ranks`.
         stop: whether a callback of any rank has asked to stop.
     """
 
     sums: list[LossSum]
     signal: Signal
-    own: list[list[float]]
+    unsummed: list[list[float]]
     stop: bool
 
     @property
@@ -159,7 +159,7 @@ def sync_ranks(
     sums: list[LossSum],
     *,
     stop: bool = False,
-    own: Sequence[float] = (),
+    unsummed: Sequence[float] = (),
 ) -> SyncResult:
     """Synchronise after ``step`` optimizer steps, in the agreement of the watch; a collective.
 
@@ -169,14 +169,16 @@ def sync_ranks(
         step: optimizer steps done.
         sums: this rank's, from :meth:`LossWindow.sums`; equally many on all ranks.
         stop: whether a callback of this rank has asked to stop.
-        own: numbers of this rank, not summed; equally many on all ranks.
+        unsummed: numbers of this rank, not summed; equally many on all ranks.
     """
-    table = [0.0] * (ctx.world_size * len(own))
-    table[ctx.rank * len(own) : (ctx.rank + 1) * len(own)] = own
+    table = [0.0] * (ctx.world_size * len(unsummed))
+    table[ctx.rank * len(unsummed) : (ctx.rank + 1) * len(unsummed)] = unsummed
     flat = [float(number) for part in sums for number in part]
     signal, (stops, *numbers) = watch.agree(step, [float(stop), *table, *flat])
     table, flat = numbers[: len(table)], numbers[len(table) :]
-    rows = [table[rank * len(own) : (rank + 1) * len(own)] for rank in range(ctx.world_size)]
+    rows = [
+        table[rank * len(unsummed) : (rank + 1) * len(unsummed)] for rank in range(ctx.world_size)
+    ]
     columns = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
     total = [LossSum(loss, weight, int(samples)) for loss, weight, samples in columns]
     return SyncResult(total, signal, rows, stops > 0)
@@ -348,13 +350,14 @@ class StepClock:
 
     def add(self, ranks: Sequence[Sequence[float]]) -> None:
         """Add what :meth:`take` returned on each rank; warns once of a straggler."""
-        times = [RankTime(*one) for one in ranks]
+        times = [RankTime(*row) for row in ranks]
         if self._waits is not None and self._waits.for_buffers:
             # The forward pass begins with rank 0's buffers, where the ranks wait until all have
             # their batches (gloo), or in the backward pass as without buffers (NCCL).
-            last = max(one.data for one in times)
+            last = max(timing.data for timing in times)
             times = [
-                one._replace(communication=max(one.communication, last - one.data)) for one in times
+                timing._replace(communication=max(timing.communication, last - timing.data))
+                for timing in times
             ]
         self._logged = _sums(self._logged, times)
         if self._judges:
@@ -365,18 +368,18 @@ class StepClock:
 
     def shares(self) -> dict[str, float]:
         """Return the shares of the wall time since the last call, as means over the ranks."""
-        wall = sum(one.wall for one in self._logged) or 1.0
-        data = sum(one.data for one in self._logged) / wall
+        wall = sum(timing.wall for timing in self._logged) or 1.0
+        data = sum(timing.data for timing in self._logged) / wall
         shares = {"data_share": data, "compute_share": 1.0 - data}
         if self._waits is not None:
-            waited = sum(one.communication for one in self._logged) / wall
+            waited = sum(timing.communication for timing in self._logged) / wall
             shares |= {"compute_share": 1.0 - data - waited, "communication_share": waited}
         self._logged = [RankTime(0.0, 0.0, 0.0)] * len(self._logged)
         return shares
 
     def _judge(self, times: list[RankTime]) -> None:
-        work = [one.work for one in times]
-        data = [one.data for one in times]
+        work = [timing.work for timing in times]
+        data = [timing.data for timing in times]
         slowest = max(range(len(work)), key=work.__getitem__)
         usual = statistics.median_low(work)
         if work[slowest] < STRAGGLER * usual:
@@ -438,10 +441,10 @@ def _exposed(logged: dict[str, int], prefix: str) -> float:
     return (communication - logged.get(f"{prefix}backward_compute_comm_overlap_time", 0)) / 1e9
 
 
-def _sums(one: Sequence[RankTime], other: Sequence[RankTime]) -> list[RankTime]:
+def _sums(times: Sequence[RankTime], other: Sequence[RankTime]) -> list[RankTime]:
     return [
         RankTime(*(a + b for a, b in zip(mine, more, strict=True)))
-        for mine, more in zip(one, other, strict=True)
+        for mine, more in zip(times, other, strict=True)
     ]
 
 

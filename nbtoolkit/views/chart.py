@@ -238,12 +238,12 @@ def _finite(series: Series) -> list[tuple[float, float, str]]:
     """Return the points that can be drawn, each with its title, thinned to what is visible."""
     alone = len(series.titles) == 1
     titles = series.titles if len(series.titles) == len(series.points) and not alone else ()
-    found = [
+    points = [
         (step, value, titles[index] if titles else "")
         for index, (step, value) in enumerate(series.points)
         if drawable(step) and drawable(value)
     ]
-    return thinned(found, _MOST)
+    return thinned(points, _MOST)
 
 
 def thinned(points: list[_T], most: int) -> list[_T]:
@@ -322,13 +322,13 @@ def sparkline(points: Points, label: str) -> Picture | None:
         label: the same in words.
     """
     line = Series(label, points, colour=RUNNING)
-    found = _finite(line)
-    if len(found) < 2:
+    finite = _finite(line)
+    if len(finite) < 2:
         return None
     width, height = _SPARK
-    across = _Scale.of(Axis(), [step for step, _, _ in found], 3, width - 3)
+    across = _Scale.of(Axis(), [step for step, _, _ in finite], 3, width - 3)
     up = _Scale.of(Axis(low=0, high=1), [], height - 3, 3)
-    return Picture(label, _shape(line, found, across, up), _SPARK, scales=False)
+    return Picture(label, _shape(line, finite, across, up), _SPARK, scales=False)
 
 
 # --- timeline ---

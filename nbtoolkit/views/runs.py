@@ -103,7 +103,7 @@ def _result(folder: Path, written: float) -> tuple[str, list[str]]:
     progress = []
     if isinstance(scores := summary.get("scores"), dict):
         progress = [f"{summary.get('complete')}/{summary.get('folds')} folds"]
-        means = {name: number_values(one).get("mean") for name, one in scores.items()}
+        means = {name: number_values(score).get("mean") for name, score in scores.items()}
         values = number_values(means)
     elif summary:
         progress = [counted(int(sum(number_values(summary.get("counts")).values())), "trial")]

@@ -281,18 +281,18 @@ class State:
 
     def speed(self) -> dict[str, str]:
         """Of a single run, as far as known: ``epoch`` or ``step``, ``samples/s``, ``steps/s``."""
-        found: dict[str, str] = {}
+        values: dict[str, str] = {}
         if self.last_report is not None:
             last = number(self.last_report[1])
             total = self.total_steps()
-            found["epoch" if total else "step"] = f"{last}/{total}" if total else last
+            values["epoch" if total else "step"] = f"{last}/{total}" if total else last
         if samples := self.logged.get("samples_per_second"):
-            found["samples/s"] = number(samples[-1][1])
+            values["samples/s"] = number(samples[-1][1])
         if len(self._logged_at) > 1:
             (t0, step0), (t1, step1) = self._logged_at[0], self._logged_at[-1]
             if t1 > t0 and step1 > step0:
-                found["steps/s"] = number((step1 - step0) / (t1 - t0))
-        return found
+                values["steps/s"] = number((step1 - step0) / (t1 - t0))
+        return values
 
     # --- values ---
 

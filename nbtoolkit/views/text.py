@@ -266,8 +266,8 @@ def differing(settings: Sequence[Mapping[str, object]]) -> list[list[str]]:
     """Tabulate the settings that are not equal in all: a row of name and values for each."""
     absent = object()
     rows = []
-    for name in dict.fromkeys(name for one in settings for name in one):
-        values = [one.get(name, absent) for one in settings]
+    for name in dict.fromkeys(name for mapping in settings for name in mapping):
+        values = [mapping.get(name, absent) for mapping in settings]
         if any(value != values[0] for value in values):
             rows.append([name, *("" if value is absent else param(value) for value in values)])
     return rows

@@ -52,7 +52,7 @@ class JobSpan:
     def name(self) -> str:
         """``"trial 3"``, ``"fold 2"``, or ``"trial 3, fold 2"``."""
         parts = {"trial": self.number, "fold": self.fold}
-        return ", ".join(f"{what} {n}" for what, n in parts.items() if n is not None)
+        return ", ".join(f"{label} {n}" for label, n in parts.items() if n is not None)
 
     def finish(self, at: float, state: str) -> None:
         """Note its end."""
@@ -116,7 +116,7 @@ def device_uses(logs: Mapping[Path, str], *, since: float | None) -> list[Device
     uses = []
     for name, points in _last_minute(logs).items():
         readings = [reading for _, reading in points]
-        shares = [(at, share) for at, one in points if (share := _share(one)) is not None]
+        shares = [(at, share) for at, reading in points if (share := _share(reading)) is not None]
         if since is None:
             uses.append(DeviceUse(name, f"mean {_text(readings)}", shares))
         elif points[-1][0] >= since:
@@ -126,17 +126,17 @@ def device_uses(logs: Mapping[Path, str], *, since: float | None) -> list[Device
 
 def _last_minute(logs: Mapping[Path, str]) -> dict[str, list[tuple[float, Reading]]]:
     """Read the last minute with readings: unix seconds and reading, by name."""
-    found: dict[str, list[tuple[float, Reading]]] = {}
+    readings: dict[str, list[tuple[float, Reading]]] = {}
     for log, slot in logs.items():
         for sample in _samples(log, _size(log)):
             for reading in sample.readings:
                 if isinstance(reading, dict):  # else the log is damaged
-                    found.setdefault(_name(slot, reading), []).append((sample.t, reading))
-    newest = max((at for points in found.values() for at, _ in points), default=0.0)
-    for name, points in found.items():
+                    readings.setdefault(_name(slot, reading), []).append((sample.t, reading))
+    newest = max((at for points in readings.values() for at, _ in points), default=0.0)
+    for name, points in readings.items():
         recent = (point for point in points if point[0] >= newest - SECONDS)
-        found[name] = sorted(recent, key=lambda point: point[0])
-    return {name: found[name] for name in sorted(found) if found[name]}
+        readings[name] = sorted(recent, key=lambda point: point[0])
+    return {name: readings[name] for name in sorted(readings) if readings[name]}
 
 
 def _size(file: Path) -> int:

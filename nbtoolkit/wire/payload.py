@@ -420,14 +420,14 @@ def _sources(files: set[str]) -> dict[str, list[str]]:
 def _cannot_pickle(function: Callable[..., Any], error: Exception) -> CannotPickle:
     """Return the error of the captured object that cannot be pickled, found by trying each."""
     called = f"{getattr(function, '__name__', type_name(function))}()"
-    what = f"the function {called} cannot be pickled: {error}"
+    problem = f"the function {called} cannot be pickled: {error}"
     for label, value in _captured(function):
         if cause := _pickle_failure(value):
             which = f"the {label} (a {type_name(value)}){_inner_part(value)}"
-            what = f"{which}, captured by {called}, cannot be pickled: {cause}"
+            problem = f"{which}, captured by {called}, cannot be pickled: {cause}"
             break
     return CannotPickle(
-        what,
+        problem,
         allowed="functions, classes, arrays, CPU tensors and other picklable objects",
         do='create it inside the function, or use start="inline"',
     )

@@ -174,11 +174,11 @@ class GroupConnections:
     def pair(cls, ranks: int) -> tuple[GroupConnections, GroupConnections]:
         """All connections of a group of ``ranks``: the supervisor's ends, and theirs."""
         ends = zip(*(Connection.pair() for _ in range(1 + 2 * ranks)), strict=True)
-        ours, theirs = (
+        supervisor_ends, group_ends = (
             cls(agent=agent, connections=others[:ranks], telemetry=others[ranks:])
             for agent, *others in ends
         )
-        return ours, theirs
+        return supervisor_ends, group_ends
 
     @property
     def descriptors(self) -> GroupDescriptors:

@@ -168,22 +168,22 @@ class GroupChannel:
     """Ranks that torchrun or Slurm started: rank 0 keeps the record and broadcasts its answers.
 
     Args:
-        own: rank 0's record; None on the others.
+        local: rank 0's record; None on the others.
         timeout: seconds that the ranks wait for each other at a report.
     """
 
     async_reports = False
 
-    def __init__(self, own: RecordChannel | None, timeout: float) -> None:
-        self._own = own
-        self.record = None if own is None else own.record
-        self.signal_flag = own.signal_flag if own is not None else SignalFlag()
+    def __init__(self, local: RecordChannel | None, timeout: float) -> None:
+        self._local = local
+        self.record = None if local is None else local.record
+        self.signal_flag = local.signal_flag if local is not None else SignalFlag()
         self._group = new_gloo_group(timeout)
 
     def send(self, message: messages.Statement) -> None:
         """See :class:`Channel`; only rank 0 keeps a record."""
-        if self._own is not None:
-            self._own.send(message)
+        if self._local is not None:
+            self._local.send(message)
 
     def ask(self, question: messages.Question) -> messages.Reply:
         """See :class:`Channel`; runs blocking collectives."""
@@ -192,8 +192,8 @@ class GroupChannel:
         self._share_signals()
         if isinstance(question, messages.ReportRequest) and question.weights is not None:
             self._compare(question.weights, question.values)
-        own = messages.Answer() if self._own is None else self._own.ask(question)
-        replies: list[messages.Reply] = [own]
+        reply = messages.Answer() if self._local is None else self._local.ask(question)
+        replies: list[messages.Reply] = [reply]
         dist.broadcast_object_list(replies, src=0, group=self._group)
         return replies[0]
 
@@ -209,7 +209,7 @@ class GroupChannel:
 
     def stop_pending(self) -> bool:
         """See :class:`Channel`; knows rank 0's signals at once, the others' after :meth:`ask`."""
-        return self._own is not None and self._own.stop_pending()
+        return self._local is not None and self._local.stop_pending()
 
     def _share_signals(self) -> None:
         """Tell rank 0 of the other ranks' signals: a cluster scheduler may signal any rank."""

@@ -177,11 +177,11 @@ def _copied(leaf: object, samples: int) -> Tensor:
     if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (samples,):
         half = leaf.dtype in (torch.float16, torch.bfloat16)
         return leaf.detach().to("cpu", torch.float32 if half else leaf.dtype, copy=True)
-    what = f"a {type(leaf).__name__}"
+    description = f"a {type(leaf).__name__}"
     if isinstance(leaf, torch.Tensor):
-        what = f"a tensor of shape {tuple(leaf.shape)}"
+        description = f"a tensor of shape {tuple(leaf.shape)}"
     raise FitError(
-        f"the outputs of {samples} samples hold {what}",
+        f"the outputs of {samples} samples hold {description}",
         allowed="a tensor, or tensors in tuples, lists and dicts, with one row per sample",
         do="return these from the model, or from a step of your own",
     )

@@ -179,7 +179,9 @@ def _number(node: Node) -> float | None:
 def _is_below_1(node: Node) -> bool:
     """Whether a node multiplies by a tensor that makes smaller, as a mean does; waits for it."""
     factors = (_saved(node, "other"), _saved(node, "self"))
-    return any(isinstance(one, Tensor) and one.numel() == 1 and abs(one) < 1 for one in factors)
+    return any(
+        isinstance(factor, Tensor) and factor.numel() == 1 and abs(factor) < 1 for factor in factors
+    )
 
 
 def _saved(node: Node, name: str) -> Any:

@@ -305,10 +305,12 @@ def join_group(plan: LaunchPlan, rank: int, store: Store | None = None) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if not dist.is_initialized():  # a script under torchrun may have joined already
         limit = timedelta(seconds=plan.group_timeout)
-        found: Any = {"store": store, "rank": rank, "world_size": plan.processes} if store else {}
+        rendezvous: Any = (
+            {"store": store, "rank": rank, "world_size": plan.processes} if store else {}
+        )
         # NCCL writes its problems to stdout (NCCL_DEBUG), which must not be held back.
         with without_gloo_lines() if plan.backend == "gloo" else contextlib.nullcontext():
-            dist.init_process_group(plan.backend, timeout=limit, **found)
+            dist.init_process_group(plan.backend, timeout=limit, **rendezvous)
     ones = torch.ones(1, device="cuda" if plan.backend == "nccl" else "cpu")
     dist.all_reduce(ones)
     if plan.backend != "gloo":

@@ -218,15 +218,15 @@ class LoaderDraws:
         Seeded like the order of a shuffled loader, on one rank, too.
         """
         parts = ("stream", self._number, epoch)
-        own = _states()
+        rank_states = _states()
         seed_generators(self._ctx.seed, *parts, self._draws.count(*parts))
         try:
             iterator = iter(batches)
         finally:
             common = _states()
-            _restore(own)
+            _restore(rank_states)
         while True:
-            own = _states()
+            rank_states = _states()
             _restore(common)
             try:
                 batch = next(iterator)
@@ -234,7 +234,7 @@ class LoaderDraws:
                 return
             finally:
                 common = _states()
-                _restore(own)
+                _restore(rank_states)
             yield batch
 
 

@@ -33,7 +33,7 @@ def written_files(folder: Path) -> Iterator[list[str]]:
         _hooked = True
         sys.addaudithook(_on_event)  # for the life of the process; a hook cannot be removed
     files: list[str] = []
-    own = os.path.join(folder, "")
+    prefix = os.path.join(folder, "")
     process = os.getpid()
     save = torch.save
 
@@ -42,7 +42,7 @@ def written_files(folder: Path) -> Iterator[list[str]]:
             return
         path = os.path.abspath(os.fsdecode(file))
         hidden = "/." in path or "/__pycache__/" in path
-        if not (hidden or path.startswith((own, *_SYSTEM)) or path in files):
+        if not (hidden or path.startswith((prefix, *_SYSTEM)) or path in files):
             files.append(path)
             del files[_MOST:]
 

@@ -37,17 +37,20 @@ if TYPE_CHECKING:
 _PRECISION = {"fp32": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
-def trainer_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) -> dict[str, Any]:
+def trainer_arguments(
+    ctx: RunContext, *, name: str = "trainer", **overrides: Any
+) -> dict[str, Any]:
     """Return the arguments for ``lightning.Trainer`` that the plan decides.
 
     Args:
         ctx: the run's context.
         name: of this training; for several in one run. It precedes the names of the metrics.
-        own: replace these, or are added; :func:`callback` is appended to ``callbacks``.
+        overrides: replace these, or are added; :func:`callback` is appended to ``callbacks``.
 
     Returns:
         ``accelerator, devices, num_nodes, strategy, precision, accumulate_grad_batches,
-        sync_batchnorm, default_root_dir, callbacks, logger, enable_progress_bar``, and ``own``.
+        sync_batchnorm, default_root_dir, callbacks, logger, enable_progress_bar``, and
+        ``overrides``.
 
     Raises:
         LaunchError: called outside of ``train``.
@@ -55,9 +58,9 @@ def trainer_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) -> 
     """
     check_inside_train(ctx, "trainer_arguments")
     check_strategy(ctx, "Lightning's Trainer")
-    given = own.pop("callbacks", None) or []
+    given = overrides.pop("callbacks", None) or []
     callbacks: list[Callback] = [given] if isinstance(given, Callback) else list(given)
-    if not any(isinstance(one, LightningCallback) for one in callbacks):
+    if not any(isinstance(item, LightningCallback) for item in callbacks):
         callbacks.append(callback(ctx, name=name))
     on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", ctx.world_size))
     several = ctx.world_size > 1
@@ -75,7 +78,7 @@ def trainer_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) -> 
         "logger": False,
         "enable_progress_bar": False,
     }
-    return arguments | own
+    return arguments | overrides
 
 
 def callback(ctx: RunContext, *, name: str = "trainer") -> LightningCallback:

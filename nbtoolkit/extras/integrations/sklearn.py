@@ -255,9 +255,10 @@ def _scorers(model: Any, metrics: Metrics) -> dict[str, Scorer]:
 def _scorer(metric: Callable[..., Any]) -> Scorer:
     """Return a scorer is called with (estimator, X, y), a metric with (y_true, y_pred)."""
     needed = [
-        one
-        for one in inspect.signature(metric).parameters.values()
-        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+        parameter
+        for parameter in inspect.signature(metric).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
     if len(needed) == 3:
         return metric

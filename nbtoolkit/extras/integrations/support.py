@@ -179,8 +179,8 @@ def record_checkpoint(
     ctx.save({"trainings": {**trainings}}, step=step)
     # Not those of a training "tuning-2" with the ones of "tuning".
     pattern = f"{glob.escape(training)}-{'[0-9]' * 9}{suffix}"
-    found = sorted(ctx.paths.checkpoints.glob(pattern)) if suffix and ctx.is_main else []
-    for old in found[: -ctx.config.checkpoint.keep_last]:
+    checkpoints = sorted(ctx.paths.checkpoints.glob(pattern)) if suffix and ctx.is_main else []
+    for old in checkpoints[: -ctx.config.checkpoint.keep_last]:
         if old.is_dir():
             shutil.rmtree(old)
         else:
@@ -197,8 +197,8 @@ def recorded_trainings(ctx: RunContext) -> dict[str, State]:
     if "_trainings" not in vars(ctx):
         state = ctx.load()
         vars(ctx)["_trainings"] = {} if state is None else _trainings(state)
-    found: dict[str, State] = vars(ctx)["_trainings"]
-    return found
+    trainings: dict[str, State] = vars(ctx)["_trainings"]
+    return trainings
 
 
 def resume_from(ctx: RunContext, *, name: str = "trainer") -> Path | None:
@@ -235,11 +235,11 @@ def last_checkpoint(
     file = folder / "last.pt"
     if not file.exists():
         raise _unusable(f"there is no checkpoint in {folder}")
-    found = _trainings(read_state(file))
-    name = next(reversed(found)) if name is None else name
-    if name not in found:
-        raise _unusable(f"no training {name!r} in {folder}, only {', '.join(map(repr, found))}")
-    path = Path(os.path.normpath(folder / found[name]["path"]))
+    trainings = _trainings(read_state(file))
+    name = next(reversed(trainings)) if name is None else name
+    if name not in trainings:
+        raise _unusable(f"no training {name!r} in {folder}, only {', '.join(map(repr, trainings))}")
+    path = Path(os.path.normpath(folder / trainings[name]["path"]))
     if not path.exists():
         raise _unusable(f"the trainer's checkpoint {path} is missing")
     return path
@@ -249,8 +249,8 @@ def _trainings(state: State) -> dict[str, State]:
     """Return what a state has of each training, by its name; the last one began last."""
     if "trainings" not in state:
         raise _unusable(f"there is no checkpoint of a trainer, only {', '.join(map(str, state))}")
-    found: dict[str, State] = state["trainings"]
-    return found
+    trainings: dict[str, State] = state["trainings"]
+    return trainings
 
 
 def _unusable(fault: str) -> CheckpointError:

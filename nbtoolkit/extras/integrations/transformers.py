@@ -32,7 +32,9 @@ with requires("transformers", "4.50"):
     from transformers.integrations import integration_utils
 
 
-def training_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) -> TrainingArguments:
+def training_arguments(
+    ctx: RunContext, *, name: str = "trainer", **overrides: Any
+) -> TrainingArguments:
     """``transformers.TrainingArguments`` with what the plan decides.
 
     The ``Trainer`` that gets them has :func:`callback` through ``report_to``, as it has those of
@@ -41,8 +43,8 @@ def training_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) ->
     Args:
         ctx: the run's context.
         name: of this training; for several in one run. It precedes the names of the metrics.
-        own: replace the values from the plan, or are added. A relative ``output_dir`` is below
-            the run's ``checkpoints`` folder; trackers in ``report_to`` are added.
+        overrides: replace the values from the plan, or are added. A relative ``output_dir`` is
+            below the run's ``checkpoints`` folder; trackers in ``report_to`` are added.
 
     Raises:
         LaunchError: called outside of ``train``.
@@ -52,7 +54,7 @@ def training_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) ->
     check_strategy(ctx, "transformers' Trainer")
     plan = ctx.plan
     keeps = ctx.config.checkpoint
-    reporters = own.pop("report_to", "none")
+    reporters = overrides.pop("report_to", "none")
     tools: Any = integration_utils  # partly without annotations
     if reporters in ("all", ["all"]):
         reporters = tools.get_available_reporting_integrations()
@@ -64,7 +66,9 @@ def training_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) ->
         reporter = f"nbtoolkit-{name}"
         folder = folder / name
     tools.INTEGRATION_TO_CALLBACK[reporter] = callback(ctx, name=name)
-    evaluates = str(getattr(own.get("eval_strategy"), "value", own.get("eval_strategy", "no")))
+    evaluates = str(
+        getattr(overrides.get("eval_strategy"), "value", overrides.get("eval_strategy", "no"))
+    )
     # As the evaluations, which load_best_model_at_end requires; else after each epoch.
     saves = evaluates if evaluates in ("steps", "epoch") else "epoch"
     arguments: dict[str, Any] = {
@@ -77,13 +81,13 @@ def training_arguments(ctx: RunContext, *, name: str = "trainer", **own: Any) ->
         "ddp_timeout": int(plan.group_timeout),
         "seed": ctx.seed,
         "save_strategy": saves if keeps.enabled else "no",
-        "save_steps": own.get("eval_steps") or 500,
+        "save_steps": overrides.get("eval_steps") or 500,
         "save_total_limit": max(2, keeps.keep_last),
         "disable_tqdm": True,
     }
-    folder /= own.pop("output_dir", "")
+    folder /= overrides.pop("output_dir", "")
     reports = [*(other for other in others if other not in ("none", reporter)), reporter]
-    return TrainingArguments(output_dir=str(folder), report_to=reports, **arguments | own)
+    return TrainingArguments(output_dir=str(folder), report_to=reports, **arguments | overrides)
 
 
 def callback(ctx: RunContext, *, name: str = "trainer") -> TransformersCallback:

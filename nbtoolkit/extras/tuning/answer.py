@@ -131,11 +131,11 @@ class Subject:
             with suppress(ValidationError):  # of another version
                 return TypeAdapter(kind).validate_python({**kept, "kept": True})
         began = time.monotonic()
-        found = measure()
+        answer = measure()
         seconds = round(time.monotonic() - began, 1)
-        found = replace(found, seconds=seconds, measured=time.time())
-        keep_answer(self.config, name, key, asdict(found))
-        return found
+        answer = replace(answer, seconds=seconds, measured=time.time())
+        keep_answer(self.config, name, key, asdict(answer))
+        return answer
 
 
 def keep_answer(config: Config, name: str, key: str, answer: Mapping[str, object]) -> None:

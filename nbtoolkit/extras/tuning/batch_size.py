@@ -167,9 +167,9 @@ def find_batch_size(
         raise TuningError(f"largest is {largest}", allowed="1 and more", do="leave it out")
     subject = Subject(train, as_config(config, processes))
     search = _Search(subject, largest or LARGEST)
-    found = subject.find(BatchSize, "batch_size", subject.key(largest), search.run, force=force)
-    to_stdout(f"{found.why}\n", flush=True)
-    return found
+    result = subject.find(BatchSize, "batch_size", subject.key(largest), search.run, force=force)
+    to_stdout(f"{result.why}\n", flush=True)
+    return result
 
 
 class _Search:
@@ -232,15 +232,15 @@ class _Search:
             "train.gradient_accumulation_steps": 1,
             "train.drop_last": False,
         }
-        found = probe(self._subject, settings, steps=max(4, min(64, 1024 // size)))
-        self._longest = max(self._longest, found.seconds)
-        self._whole = found.epochs >= len(found.steps) > 1
-        if found.status == "out_of_memory":
-            self._rows[size] = MeasuredBatch(samples=size, reason=found.reason)
+        result = probe(self._subject, settings, steps=max(4, min(64, 1024 // size)))
+        self._longest = max(self._longest, result.seconds)
+        self._whole = result.epochs >= len(result.steps) > 1
+        if result.status == "out_of_memory":
+            self._rows[size] = MeasuredBatch(samples=size, reason=result.reason)
             return False
         if not self._whole or not self._rows:
-            rate = found.samples_per_second
-            memory = found.memory
+            rate = result.samples_per_second
+            memory = result.memory
             self._rows[size] = MeasuredBatch(samples=size, samples_per_second=rate, memory=memory)
         return True
 

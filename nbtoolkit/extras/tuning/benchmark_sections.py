@@ -92,7 +92,7 @@ class Session:
         if self.is_late():
             raise OutOfTime
 
-    def launch(self, function: Train, processes: int, own: Mapping[str, object]) -> Any:
+    def launch(self, function: Train, processes: int, settings: Mapping[str, object]) -> Any:
         """Launch one of our functions; returns what rank 0 returned.
 
         On a single GPU a group of two is on the CPU.
@@ -100,7 +100,7 @@ class Session:
         self.check_time()
         alone = {"CUDA_VISIBLE_DEVICES": ""} if processes > max(self.gpus, 1) else {}
         place = {"runtime.output_dir": str(self.folder)}
-        config = load_config(env=None, overrides={**QUIET, **place, **own})
+        config = load_config(env=None, overrides={**QUIET, **place, **settings})
         with temporary_variables({**os.environ, **alone}):
             handle = launch(
                 function, config, processes=processes, resume="never", wait=False, display="off"
@@ -110,13 +110,15 @@ class Session:
             raise OutOfTime
         return result.value
 
-    def probe(self, processes: int, own: Mapping[str, object]) -> Probe:
+    def probe(self, processes: int, settings: Mapping[str, object]) -> Probe:
         """Measure the user's function for two seconds, within the time that is left."""
         self.check_time()
         threads = {} if self.gpus else {"OMP_NUM_THREADS": "1"}
         fixed = {"tracking.log_every_n_steps": 5, "distributed.world_size": processes}
         with temporary_variables({**os.environ, **threads}):
-            return probe(self.subject, {**fixed, **own}, steps=20, seconds=2.0, enough=self.is_late)
+            return probe(
+                self.subject, {**fixed, **settings}, steps=20, seconds=2.0, enough=self.is_late
+            )
 
 
 # --- sections ---
@@ -133,10 +135,10 @@ def scaling(session: Session) -> Iterator[Measurement]:
     reasons: dict[int, str] = {}
 
     def rate(count: int, size: int) -> float:
-        own = {"train.batch_size": size, "train.batch_size_per_device": None}
-        found = session.probe(count, own)
-        reasons[count] = found.reason or "no step was measured"
-        return found.samples_per_second
+        settings = {"train.batch_size": size, "train.batch_size_per_device": None}
+        result = session.probe(count, settings)
+        reasons[count] = result.reason or "no step was measured"
+        return result.samples_per_second
 
     for kind, grows in {"weak scaling": True, "strong scaling": False}.items():
         sizes = {count: batch * count if grows else batch for count in session.counts}
@@ -157,14 +159,14 @@ def scaling(session: Session) -> Iterator[Measurement]:
 def communication(session: Session) -> Iterator[Measurement]:
     """Seconds of an all-reduce by size and back end."""
     count = session.counts[-1] if session.gpus > 1 else 2
-    found = session.launch(all_reduce, count, {"data.sizes": _SIZES})
-    for backend, times in found.items():
+    timings = session.launch(all_reduce, count, {"data.sizes": _SIZES})
+    for backend, times in timings.items():
         for size, seconds in zip(_SIZES, times, strict=True):
             text = f"{size >> 10} KB" if size < 1 << 20 else f"{size >> 20} MB"
             speed = 2 * (count - 1) / count * size / seconds / 1e9
             note = f"all-reduce, {count} ranks, {speed:.3g} GB/s (bus)"
             yield Measurement(f"{backend}: {text}", seconds * 1e3, "ms", note=note, at=size)
-    if "nccl" not in found:
+    if "nccl" not in timings:
         yield Measurement("nccl", note=f"nccl needs two GPUs; this machine has {session.gpus}")
 
 
@@ -176,9 +178,9 @@ def memory(session: Session) -> Iterator[Measurement]:
     """
     # The first launches import what later ones are forked with.
     for _ in range(3):
-        found = session.launch(memory_used, session.pair, {})
-    shared = f"rank 0 of {session.pair}; with shared pages {found['rss'] / 1e6:.0f} MB"
-    yield Measurement("empty function, own memory of a rank", found["uss"] / 1e6, "MB", note=shared)
+        usage = session.launch(memory_used, session.pair, {})
+    shared = f"rank 0 of {session.pair}; with shared pages {usage['rss'] / 1e6:.0f} MB"
+    yield Measurement("empty function, own memory of a rank", usage["uss"] / 1e6, "MB", note=shared)
     steps = session.probe(1, {})
     if not steps.samples_per_second:
         raise TuningError(steps.reason or f"{session.subject.name} has measured no step of nb.fit")

@@ -148,9 +148,9 @@ def find_learning_rate(
     others = config.seed, config.train.max_grad_norm, config.train.drop_last
     key = subject.key(astuple(test), optim, others)
     measure = partial(_measure, subject, test)
-    found = subject.find(LearningRate, "learning_rate", key, measure, force=force)
-    to_stdout(f"optim.lr: {found.suggestion:g} ({found.why})\n", flush=True)
-    return found
+    result = subject.find(LearningRate, "learning_rate", key, measure, force=force)
+    to_stdout(f"optim.lr: {result.suggestion:g} ({result.why})\n", flush=True)
+    return result
 
 
 def _measure(subject: Subject, test: RangeTest) -> LearningRate:
@@ -167,7 +167,7 @@ def _measure(subject: Subject, test: RangeTest) -> LearningRate:
         subject,
         settings,
         steps=test.steps,
-        enough=lambda found: diverged([step.loss for step in found.steps]),
+        enough=lambda measured: diverged([step.loss for step in measured.steps]),
     )
     if result.status == "out_of_memory":
         raise TuningError(
@@ -178,7 +178,7 @@ def _measure(subject: Subject, test: RangeTest) -> LearningRate:
     losses = [step.loss for step in result.steps]
     cut = next((n for n in range(1, len(losses)) if diverged(losses[:n])), len(losses))
     losses = losses[:cut]
-    rates = [test.rate(one.step - 1) for one in result.steps[:cut]]
+    rates = [test.rate(step.step - 1) for step in result.steps[:cut]]
     _check_rates(result, rates)
     suggestion = suggest(rates, losses)
     return LearningRate(suggestion=suggestion, rates=tuple(rates), losses=tuple(losses))

@@ -130,17 +130,17 @@ def probe(
         TuningError: the function did no optimizer step of ``fit`` within a minute.
         Exception: the function's own, unless memory ran out or a loss was not finite.
     """
-    found = Probe()
+    result = Probe()
     began = time.monotonic()
     running = list[RunHandle]()
 
     def listen(event: Event) -> None:
-        if not found.add(event) or not running:
+        if not result.add(event) or not running:
             return
-        first = found.steps[0]
-        last = found.steps[-1]
+        first = result.steps[0]
+        last = result.steps[-1]
         over = seconds and last.step >= steps and last.t - first.t >= seconds
-        if over or enough(found):
+        if over or enough(result):
             running.pop().stop("the probe has measured enough")
 
     train = subject.train
@@ -168,16 +168,16 @@ def probe(
             finite = not isinstance(error, LossNotFinite)
             if finite and not is_out_of_memory(error):
                 raise
-            found.status = "out_of_memory" if finite else "not_finite"
-            found.reason = str(error).splitlines()[0]
-    found.seconds = time.monotonic() - began
-    if found.status == "measured" and not found.steps:
+            result.status = "out_of_memory" if finite else "not_finite"
+            result.reason = str(error).splitlines()[0]
+    result.seconds = time.monotonic() - began
+    if result.status == "measured" and not result.steps:
         raise TuningError(
-            f"{subject.name} did no optimizer step of nb.fit in {found.seconds:.0f} s",
+            f"{subject.name} did no optimizer step of nb.fit in {result.seconds:.0f} s",
             allowed="training functions that call nb.fit within a minute",
             do="measure a function that calls nb.fit, or choose the setting by hand",
         )
-    return found
+    return result
 
 
 @contextmanager

@@ -63,8 +63,8 @@ class WandbTracker:
         if self._run is None:
             # Another process wrote it. It is written again, unless it is complete.
             return done and any(self._files())
-        own = {"plan": run.plan, "versions": run.versions, "params": run.params}
-        self._run.config.update(run.config | own, allow_val_change=True)
+        metadata = {"plan": run.plan, "versions": run.versions, "params": run.params}
+        self._run.config.update(run.config | metadata, allow_val_change=True)
         return True
 
     def write(self, points: Sequence[Point], events: Sequence[Event]) -> None:

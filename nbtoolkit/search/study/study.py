@@ -318,7 +318,10 @@ def folder_of(number: int) -> str:
 
 def identity_of(sweep_config: SweepConfig, folds: Folds | None) -> dict[str, Any]:
     """Return what must not change when a study is resumed."""
-    space = {f"space.{name}": one for name, one in sweep_config.make_space().to_dict().items()}
+    space = {
+        f"space.{name}": parameter
+        for name, parameter in sweep_config.make_space().to_dict().items()
+    }
     return {
         **space,
         "metric": list(sweep_config.metrics),

@@ -245,8 +245,8 @@ def load_sweep_config(
     layer = _dict_layer(source) if isinstance(source, Mapping) else file_layer(source)
     call = {"budget.n_trials": n_trials, "budget.timeout": timeout, "folds.k": folds}
     given = {name: value for name, value in call.items() if value is not None}
-    own = _with_sections(translate_names(layer))
-    layer = merge([own, override_layer(overrides), override_layer(given)])
+    source_layer = _with_sections(translate_names(layer))
+    layer = merge([source_layer, override_layer(overrides), override_layer(given)])
     try:
         sweep_config = SweepConfig.model_validate(layer.values)
     except ValidationError as error:
@@ -280,7 +280,7 @@ def _with_sections(layer: Layer) -> Layer:
     """Return the layer with a bare space under ``space``, and without empty sections."""
     values = dict(layer.values)
     places = dict(layer.places)
-    found = list(layer.mistakes)
+    layer_mistakes = list(layer.mistakes)
     if values and not set(values) & set(SweepConfig.model_fields):
         values = {"space": values}
         places = {("space", *keys): at for keys, at in places.items()}
@@ -290,8 +290,10 @@ def _with_sections(layer: Layer) -> Layer:
         elif not isinstance(values[name], Mapping):
             problem = f"'{name}' is a section, not {values.pop(name)!r}"
             place = places.get((name,), name)
-            found.append(Mistake(place=place, what=problem, allowed="`name: value` lines under it"))
-    return Layer(values=values, places=places, mistakes=tuple(found))
+            layer_mistakes.append(
+                Mistake(place=place, what=problem, allowed="`name: value` lines under it")
+            )
+    return Layer(values=values, places=places, mistakes=tuple(layer_mistakes))
 
 
 def _resolved(sweep_config: SweepConfig, space: Space, config: Config) -> SweepConfig:
