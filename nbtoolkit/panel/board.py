@@ -33,7 +33,7 @@ from nbtoolkit.views.page import cards_of
 from nbtoolkit.views.run_cards import log_names
 from nbtoolkit.views.runs import RunEntry
 from nbtoolkit.views.state import State
-from nbtoolkit.views.trial_rows import SHOWS, View, columns, trial_page
+from nbtoolkit.views.trial_rows import SHOWS, View, columns, page_count
 from nbtoolkit.views.watcher import DisplayPlace
 
 _SAVED_SECONDS = 10.0  # between two updates of the page for saved notebooks
@@ -167,7 +167,7 @@ class Board:
         if state is not None and isinstance(table, SweepTable):
             headings = [(label, name) for name, label in columns(state).items()]
             _choose(self.sort, [("best first", ""), *headings], chosen.sort)
-            set_trait(self.page, "max", trial_page(state, chosen).pages)
+            set_trait(self.page, "max", page_count(table, chosen))
             set_trait(self.page, "value", min(chosen.page + 1, self.page.max))
             running = [(str(trial.number), trial.number) for trial in table.running]
             _choose(self.trial, running, self.trial.value)

@@ -87,9 +87,7 @@ def ordered(state: State, chosen: View = EVERYTHING) -> list[Trial]:
     """
     assert isinstance(state.table, SweepTable)
     table = state.table
-    trials = list(table.trials.values())
-    if chosen.show != "all":
-        trials = [t for t in trials if _STATES.get(t.state, "failed") == chosen.show]
+    trials = _shown(table, chosen)
     if chosen.sort and chosen.sort in columns(state):
         result = _sorted(state, table, trials, chosen.sort)
     else:
@@ -101,6 +99,18 @@ def ordered(state: State, chosen: View = EVERYTHING) -> list[Trial]:
         result = [*best[:first], *running, *best[first:]]
         result += sorted(rest, key=lambda t: (t.state == "failed", -t.number))
     return result[::-1] if chosen.reverse else result
+
+
+def page_count(table: SweepTable, chosen: View) -> int:
+    """Return the number of pages of the trials that are shown, at least 1."""
+    return max(len(_shown(table, chosen)) - 1, 0) // ROWS + 1
+
+
+def _shown(table: SweepTable, chosen: View) -> list[Trial]:
+    trials = list(table.trials.values())
+    if chosen.show == "all":
+        return trials
+    return [trial for trial in trials if _STATES.get(trial.state, "failed") == chosen.show]
 
 
 def _sorted(state: State, table: SweepTable, trials: list[Trial], by: str) -> list[Trial]:
@@ -140,12 +150,10 @@ class TrialPage:
 
     Attributes:
         table: the trials of the page.
-        pages: the number of pages, at least 1.
         text: which trials are shown: ``"1 to 10 of 20, best first"``.
     """
 
     table: Table
-    pages: int
     text: str
 
 
@@ -153,8 +161,7 @@ def trial_page(state: State, chosen: View = EVERYTHING, now: float | None = None
     """Return the page of a sweep's table that was chosen; ``now``: unix seconds."""
     trials = ordered(state, chosen)
     count = len(trials)
-    pages = max(-(-len(trials) // ROWS), 1)
-    first = min(max(chosen.page, 0), pages - 1) * ROWS
+    first = min(max(chosen.page, 0), max(count - 1, 0) // ROWS) * ROWS
     shown = trials[first : first + ROWS]
     text = f"{first + 1} to {min(first + ROWS, count)} of {count}" if count else "none"
     text += "" if chosen.show == "all" else f" {chosen.show}"
@@ -162,7 +169,7 @@ def trial_page(state: State, chosen: View = EVERYTHING, now: float | None = None
     headings = columns(state)
     now = time.time() if now is None else now
     rows = _rows(state, shown, [name for name in headings if name[0] != "#"], now)
-    return TrialPage(Table([*headings.values()], rows, [*map(title_of, shown)]), pages, text)
+    return TrialPage(Table([*headings.values()], rows, [*map(title_of, shown)]), text)
 
 
 def _rows(

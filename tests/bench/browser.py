@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tests.bench.figures import Figure, in_fresh_process, median
 
 TESTS = Path(__file__).parents[1]
-TIMES, KILLS = 20, 5
+TIMES, KILLS, WINDOWS = 20, 5, 3
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator
@@ -79,7 +79,9 @@ def figures() -> list[Figure]:
         Figure("browser: click answered, median", measured["click"], "ms", 200.0, 400.0),
         Figure("browser: click answered, slowest of 20", measured["slowest"], "ms"),
         Figure("browser: report in a rank to the screen, p95", measured["report"], "s", 1.2, 2.4),
-        Figure("browser: slowest frame in 10 s of a sweep", measured["frame"], "ms", 34.0),
+        Figure("browser: slowest frame in 10 s of a sweep, median", measured["frame"], "ms", 50.0),
+        Figure("browser: slowest frame in 10 s of a sweep, worst of 3", measured["worst"], "ms"),
+        Figure("browser: slowest frame in 10 s before the sweep", measured["before"], "ms"),
         Figure("browser: a killed sweep shown, median", measured["killed"], "s", 2.0, 4.0),
     ]
 
@@ -100,11 +102,12 @@ def measure() -> dict[str, float]:
             anna.opens("panel.ipynb")
             anna.runs(0)
             up = time_to(anna, "button[title^=Search]:not(:disabled)")
+            before = slowest_frames(anna)
             anna.clicks("Sweep")
             anna.sees(re.compile("2 running"))
             anna.sees(re.compile(r"trial 1, step \d+"))
             cells = [time_of_a_cell(anna, 2) for _ in range(TIMES)]
-            frame = float(anna.page.evaluate(FRAMES))
+            frames = slowest_frames(anna)
             report = time_of_reports(anna, outputs / anna.watched())
             first = time_to(anna, "svg")
             clicks = [time_of_a_click(anna, at) for at in range(TIMES)]
@@ -117,7 +120,9 @@ def measure() -> dict[str, float]:
         "killed": median(killed),
         "up": up,
         "first": first,
-        "frame": frame,
+        "frame": median(frames),
+        "worst": max(frames),
+        "before": median(before),
         "report": report,
         "cell": median(cells),
         "click": median(clicks),
@@ -133,6 +138,11 @@ def time_to(one: Person, selector: str) -> float:
     watch(one, cell, "keydown", f"node.querySelector('.nbtoolkit-panel {selector}')")
     one.page.keyboard.press("Shift+Enter")
     return taken(one)
+
+
+def slowest_frames(one: Person) -> list[float]:
+    """The slowest frame of each window of ten seconds; other load of the machine is in it."""
+    return [float(one.page.evaluate(FRAMES)) for _ in range(WINDOWS)]
 
 
 def time_of_reports(one: Person, folder: Path) -> float:

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 from chromium import chromium
 from looks import by_tab, nameless, ugly
+from page_folders import sweep
 from person import BOTH_FRONTS, Front, Person, person
 from server import Server
 from sheets import PANEL, TRAIN, write_notebook
+
+from nbtoolkit.views.page import page_html
+from nbtoolkit.views.state import read_state
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -65,7 +69,8 @@ def test_the_page_can_be_read_at_both_widths_in_both_themes(
     write_notebook(jupyter.root / "sheet.ipynb", TRAIN, PANEL)
     with person(browser, jupyter, front) as anna:
         prepares(anna)
-        anna.page.keyboard.press("Control+b")  # the file browser
+        if front == "lab":  # its side bar is open at first, that of Notebook 7 is closed
+            anna.page.keyboard.press("Control+b")
         found = looks_at_it(anna, 1280, "Light") + looks_at_it(anna, 390, "Light")
         anna.turns("Dark")
         found += looks_at_it(anna, 800, "Dark") + looks_at_it(anna, 1280, "Dark")
@@ -149,3 +154,20 @@ def test_the_checks_find_what_is_wrong() -> None:
         assert nameless(part("#nameless")) == ["button", "textbox"]
         expected, seen = by_tab(part("#unreachable"))
         assert seen != expected
+
+
+# Grounds and texts are those of VS Code's themes; Colab's light theme is as the first.
+@pytest.mark.parametrize(("ground", "colour"), [("#ffffff", "#3b3b3b"), ("#1f1f1f", "#cccccc")])
+def test_a_stored_page_can_be_read_without_jupyter(
+    ground: str, colour: str, tmp_path: Path
+) -> None:
+    stored = page_html(read_state(sweep(tmp_path).folder))
+    style = f"background:{ground};color:{colour};margin:8px;font-family:sans-serif"
+    with chromium() as browser:
+        for width in (1280, 390):
+            page = browser.new_page(viewport={"width": width, "height": 1000})
+            page.set_content(f'<body style="{style}">{stored}</body>')
+            assert page.locator("img").count() > 5
+            assert not ugly(page.locator("body"))
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+            page.close()

@@ -171,6 +171,24 @@ def test_a_log_of_ten_megabytes_is_shown_by_its_end(opened: Open, home: Path) ->
     assert_harmless(shown)
 
 
+def test_an_error_in_the_table_of_trials_leaves_the_panel(
+    opened: Open, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("no order")
+
+    monkeypatch.setattr("nbtoolkit.views.trial_rows.ordered", fails)
+    panel = opened()
+    events = [trial(n, value=n / 10, best=True) for n in range(25)]
+    panel.watch(sweep(home / "out", events, count=25).folder)
+    panel.refresh()
+    board = controller(panel).board
+    assert "cannot be shown: ValueError: no order" in board.body.value
+    assert "Values by parameter" in board.body.value
+    assert board.message.value == ""
+    assert board.page.max == 3
+
+
 def test_a_sweep_of_ten_thousand_trials_can_be_paged_sorted_and_looked_at(
     opened: Open, home: Path
 ) -> None:

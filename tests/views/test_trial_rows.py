@@ -10,6 +10,7 @@ from run_folders import hold_lock
 
 from nbtoolkit.cards import ColouredCell
 from nbtoolkit.run.events import IntermediateReported, TrialChanged
+from nbtoolkit.search.study.table import SweepTable
 from nbtoolkit.views.state import State, read_state
 from nbtoolkit.views.trial_rows import (
     EVERYTHING,
@@ -17,6 +18,7 @@ from nbtoolkit.views.trial_rows import (
     View,
     columns,
     ordered,
+    page_count,
     short_names,
     trial_page,
 )
@@ -102,7 +104,8 @@ def test_rows_are_filtered_by_state(tmp_path: Path) -> None:
 
 def test_pages_begin_at_zero_and_one_beyond_the_last_is_the_last(tmp_path: Path) -> None:
     state = read_state(sweep(tmp_path, ended=25, planned=25).folder)
-    assert trial_page(state).pages == 3
+    assert isinstance(state.table, SweepTable)
+    assert page_count(state.table, View()) == 3
     assert trial_page(state, View(page=2)).text == "21 to 25 of 25, best first"
     assert numbers(state, View(page=2)) == numbers(state, View(page=99))
     assert len(numbers(state, View(page=2))) == 5
