@@ -42,8 +42,6 @@ _GREY = "#767676"
 
 _TITLE = re.compile(r"<title>.*?</title>", re.DOTALL)  # no browser shows it in an image
 
-# --- parts ---
-
 
 @dataclass(frozen=True)
 class Text:
@@ -166,9 +164,6 @@ class Card:
     parts: Sequence[Part]
     span: int = 1
     note: str = ""
-
-
-# --- HTML ---
 
 
 def html(cards: Iterable[Card], *, images: bool = True) -> str:
@@ -399,9 +394,6 @@ def _tinted(colour: str) -> str:
 
 def _title(text: str) -> str:
     return f' title="{escape(text)}"' if text else ""
-
-
-# --- text ---
 
 
 def text(cards: Iterable[Card]) -> str:

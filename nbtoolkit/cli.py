@@ -148,8 +148,6 @@ def _message(error: Exception) -> str:
     return "\n".join([text, *notes, "(--debug shows the traceback)"])
 
 
-# --- options of several commands ---
-
 Debug = Annotated[bool, typer.Option("--debug", help="Show errors with their traceback.")]
 Processes = Annotated[
     int | None, typer.Option("--processes", "-p", help="Ranks; default: one per usable device.")
@@ -202,9 +200,6 @@ def import_from_cwd() -> None:
     """Make modules in the working directory importable, as ``python -m`` does."""
     if "" not in sys.path:
         sys.path.insert(0, "")
-
-
-# --- commands ---
 
 
 @command

@@ -103,9 +103,6 @@ def doctor() -> DoctorReport:
     )
 
 
-# --- known-bad installations ---
-
-
 Versions = Callable[[str], str | None]
 
 

@@ -273,9 +273,6 @@ def _launch(
     return launch(train, config, processes=processes, name=name, resume=resume, display="off")
 
 
-# --- comparing ---
-
-
 def _compare(description: str, run: RunResult, other: RunResult, *, tolerance: float) -> Comparison:
     """Compare two runs, of which ``other`` has as many ranks as ``run``, or more."""
     reports = _reports(run)

@@ -162,9 +162,6 @@ def _thawed(value: object) -> object:
     return [_thawed(item) for item in value] if isinstance(value, tuple) else value
 
 
-# --- what types allow, in words ---
-
-
 @dataclass(frozen=True)
 class Allowed:
     """Annotation that describes the allowed values for people."""
@@ -229,9 +226,6 @@ def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-# --- types ---
 
 
 def _number(value: object) -> object:

@@ -85,9 +85,6 @@ def _by_line(mistake: Mistake) -> tuple[str, int]:
     return (name, int(line)) if line.isdigit() else (mistake.place, 0)
 
 
-# --- files ---
-
-
 def file_layer(path: str | os.PathLike[str]) -> Layer:
     """Read a file of settings; :func:`places_to_look` resolves a relative path.
 
@@ -225,9 +222,6 @@ def _not_yaml(error: yaml.YAMLError, text: str, name: str) -> ConfigError:
     )
 
 
-# --- YAML ---
-
-
 class _Loader(yaml.SafeLoader):
     """PyYAML follows YAML 1.1, where ``1e-3`` is a string, ``010`` is eight and ``no`` is false.
 
@@ -360,9 +354,6 @@ class _Reader:
         self.mistakes.append(Mistake(place=place, what=problem, do=do))
 
 
-# --- overrides ---
-
-
 def override_layer(overrides: Overrides | None) -> Layer:
     """Make a layer of a call's overrides; the value in ``"optim.lr=3e-4"`` is read as YAML."""
     values: dict[str, Any] = {}
@@ -416,8 +407,6 @@ def _put(values: dict[str, Any], keys: Keys, value: object) -> None:
             raise ConfigError(f"'{key}' is both a value and a section", do="keep one of them")
     values[keys[-1]] = value
 
-
-# --- layers ---
 
 # A later layer's setting removes an earlier layer's alternative.
 _ALTERNATIVES = {"batch_size": "batch_size_per_device", "batch_size_per_device": "batch_size"}
@@ -480,9 +469,6 @@ def with_our_names(layer: Layer, model: type[BaseModel]) -> Layer:
             mistakes.append(Mistake(place=place, what=problem, do="keep one of them"))
         places.setdefault(ours, place)
     return Layer(values=values, places=places, mistakes=tuple(mistakes))
-
-
-# --- validation ---
 
 
 def validate(model: type[Model], layer: Layer, kind: type[ConfigError] = ConfigError) -> Model:

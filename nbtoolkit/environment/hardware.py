@@ -20,8 +20,6 @@ from nbtoolkit.environment.installed import package_folder
 from nbtoolkit.host import ROOT, cpu_count, memory_limit
 from nbtoolkit.text_table import gib
 
-# --- devices, by the driver ---
-
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -230,9 +228,6 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-# --- torch build ---
-
-
 # A line of torch/version.py: cuda: Optional[str] = '12.4'
 _CONSTANT = re.compile(r"""^(\w+)(?:\s*:[^=]+)?\s*=\s*["'](.*)["']$""", re.MULTILINE)
 _ARCH_LIST = re.compile(rb"\0(sm_\d+[af]?(?: (?:sm|compute)_\d+[af]?)*)\0")
@@ -310,9 +305,6 @@ def _covers(name: str, capability: tuple[int, int]) -> bool:
     if kind == "compute" and not suffix:
         return capability >= built
     return capability[0] == built[0] and capability[1] >= built[1]
-
-
-# --- hardware ---
 
 
 @dataclass(frozen=True, kw_only=True)

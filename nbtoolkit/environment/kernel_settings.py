@@ -136,9 +136,6 @@ def hash_seed() -> str | None:
     return None
 
 
-# --- torch ---
-
-
 @dataclass(frozen=True)
 class _Setting:
     read: Callable[[], object]
@@ -195,9 +192,6 @@ def _read_torch() -> dict[str, object]:
         with suppress(AttributeError, RuntimeError):
             values[name] = setting.read()
     return values
-
-
-# --- logging ---
 
 
 def _loggers() -> dict[str, logging.Logger]:

@@ -92,8 +92,6 @@ class ForkServer:
                 key.data()
         return bool(events)
 
-    # --- clients ---
-
     def _add(self, connection: Connection) -> None:
         client = Requester(connection)
         self._clients.add(client)
@@ -132,8 +130,6 @@ class ForkServer:
             here.close()
             there.close()
         successor.close()
-
-    # --- processes ---
 
     def _fork(self, client: Requester, request: messages.Fork) -> None:
         given = request.descriptors

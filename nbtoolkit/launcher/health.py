@@ -183,9 +183,6 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-# --- all checks of a worker group ---
-
-
 # Idle seconds after which ranks that form their group are given up. The group takes 0.1 s on a
 # quiet machine, and 15 s with NCCL on a cold pair of T4s.
 START_SECONDS = 30.0

@@ -145,9 +145,6 @@ class InProcessRecorder(RecordChannel):
             self._cell.say(f"warning: the run is not completely tracked: {error}")
 
 
-# --- inline ---
-
-
 def run_inline(
     train: Train,
     request: RunRequest,
@@ -272,9 +269,6 @@ def _accelerate_states() -> list[dict[str, Any]]:
     module = sys.modules.get("accelerate.state")
     names = ("PartialState", "AcceleratorState", "GradientState")
     return [getattr(module, name)._shared_state for name in names] if module is not None else []
-
-
-# --- a rank of torchrun or Slurm ---
 
 
 def run_in_place(

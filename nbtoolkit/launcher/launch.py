@@ -148,9 +148,6 @@ def launch(
     return handle
 
 
-# --- its steps ---
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Planned:
     """The plan of a launch, with what it was made from."""
@@ -234,9 +231,6 @@ def submit(
             roll_back(run)
         raise
     return StartedRun(line=connection, tracked=tracked, detached=detach)
-
-
-# --- launches without the fork server ---
 
 
 def _train_here(

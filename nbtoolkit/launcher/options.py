@@ -105,9 +105,6 @@ def _refuse_unknown(function: str, signature: inspect.Signature, given: Iterable
         raise LaunchError(f"{function} has no argument {name!r}", allowed=", ".join(known), do=do)
 
 
-# --- checks ---
-
-
 def check_call(train: Callable[..., Any], options: LaunchOptions) -> None:
     """Validate the training function and the options of a call.
 

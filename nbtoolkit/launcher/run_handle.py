@@ -75,8 +75,6 @@ class RunHandle:
         if started is not None:
             keep_connected(self)
 
-    # --- the run as it is ---
-
     def done(self) -> bool:
         """Return True if the run has ended, or has lost its supervisor."""
         self._receive()
@@ -106,8 +104,6 @@ class RunHandle:
         """Read the events of the run so far, oldest first; see ``nbtoolkit/run/events.py``."""
         return EventReader(self.paths.events).read()
 
-    # --- requests ---
-
     def stop(self, reason: str = "a handle asked", grace: float | None = None) -> None:
         """Ask all ranks to leave at their next report, with the status ``"stopped"``.
 
@@ -130,8 +126,6 @@ class RunHandle:
             self._remote.cancel()
         else:
             self.stop("cancelled", grace=0.0)
-
-    # --- the wait ---
 
     def result(self, timeout: float | None = None) -> RunResult:
         """Wait for the end of the run, show its output meanwhile, and return its result.
@@ -244,8 +238,6 @@ class RunHandle:
         if self._cell is not None:
             self._cell.say(text)
 
-    # --- the connection ---
-
     def _supervisor_lives(self) -> bool:
         if self._remote is not None:
             # A run that has ended early may start again.
@@ -282,8 +274,6 @@ class RunHandle:
         if self._line is not None:
             self._line.close()
 
-    # --- the end ---
-
     def _finish(self) -> None:
         if self._cell is not None:
             self._cell.close()
@@ -310,8 +300,6 @@ class RunHandle:
 
     def _read_result(self) -> RunResult:
         return RunResult(self.paths)
-
-    # --- in a notebook ---
 
     def __repr__(self) -> str:
         return f"RunHandle({'ended' if self.done() else 'running'}, {self.paths.folder})"

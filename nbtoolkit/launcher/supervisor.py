@@ -38,9 +38,6 @@ Report = MetricsReported | messages.ReportRequest
 JobMessage = messages.UsageWarning | messages.MetricsAnnounced | messages.FilesWritten
 
 
-# --- the states of a run ---
-
-
 @dataclass(frozen=True)
 class Running:
     """Ranks run; ``memory_kills``: the kernel's count of kills for memory before they started."""
@@ -167,8 +164,6 @@ class RunSupervisor:
         """Return the seconds since any rank sent a message or computed."""
         return self._state.health.silence() if isinstance(self._state, Running) else 0.0
 
-    # --- from one state to the next ---
-
     def _start(self) -> Running:
         """Start ranks with the current plan."""
         kills = memory_kills()
@@ -289,8 +284,6 @@ class RunSupervisor:
         record_end(self.record, outcome, self.plan)
         return Ended(outcome)
 
-    # --- stopping ---
-
     def _follow_requests(self) -> None:
         """Follow a request that a handle has written into the run's folder."""
         if (request := self.record.stop_requested()) is not None:
@@ -302,8 +295,6 @@ class RunSupervisor:
         if self.record.leaving is not None and first.phase == "user" and not group.stop_sent:
             group.stop_sent = True
             first.connection.send(messages.StopPending())
-
-    # --- messages ---
 
     def _listen(self, group: WorkerGroup) -> None:
         """Handle all new messages."""

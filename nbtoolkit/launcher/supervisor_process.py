@@ -36,9 +36,6 @@ EXIT_TICK = 0.005
 """Seconds between two polls while the processes exit."""
 
 
-# --- event loop ---
-
-
 class KernelGone(Exception):
     """The kernel has ended, and the run is not detached."""
 
@@ -135,9 +132,6 @@ class EventLoop:
         self._flag.note(number)
         grace = 0.0 if self._flag.repeated else None
         return messages.StopRequest(reason=describe_signal(number), grace=grace, status="deadline")
-
-
-# --- one run ---
 
 
 # Errors that a folder cannot cause: processes, sockets, memory, too many open files.

@@ -218,9 +218,6 @@ class WorkerGroup:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-# --- starting it ---
-
-
 class ForkServerGone(Exception):
     """The fork server's process died, and the ranks with it."""
 

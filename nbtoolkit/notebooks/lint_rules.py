@@ -51,8 +51,6 @@ def _hazard(site: Site, code: str, problem: str, do: str = "") -> Hazard:
     return Hazard(code=code, cell=site.cell.number, line=line, what=problem, do=do or ADVICE[code])
 
 
-# --- devices ---
-
 # Objects that belong to one process; the ranks need their own.
 _TOO_EARLY = {
     "DataLoader": "its workers and its order belong to one process",
@@ -139,8 +137,6 @@ def _device_names(program: NotebookProgram) -> set[str]:
     return names
 
 
-# --- collective calls ---
-
 # Calls that all ranks make together: of nbtoolkit, ctx, an Accelerator, torch.distributed.
 _OURS = {"fit", "predict"}
 _OF_CTX = {"report", "raise_if_stopped", "should_stop", "save", "prepare", "watch"}
@@ -198,8 +194,6 @@ def _wrapped(node: ast.AST) -> list[str]:
     ]
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
-
-# --- writes ---
 
 _FUNCTIONS = {
     "torch.save",

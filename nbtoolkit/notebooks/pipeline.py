@@ -311,8 +311,6 @@ class _PipelineRun:
         counted = {name: settings.get(name, "") for name in record["settings"]}
         return record["hash"] == self._hash(inputs, counted)
 
-    # --- files ---
-
     def say(self, text: str) -> None:
         """Print a line on the progress."""
         if self.display != "off":

@@ -109,9 +109,6 @@ class Pipeline:
     steps: tuple[Step, ...]
 
 
-# --- references ---
-
-
 def references(value: object) -> list[str]:
     """Return the references in a parameter's value, also in lists and dicts: ``sweep.best``."""
     text = json.dumps(value, default=str, ensure_ascii=False)
@@ -210,9 +207,6 @@ def _check_values(step: Step, published: Published | None) -> tuple[dict[str, An
     layer = Layer(values=given, places=places)
     values, wrong = typed_parameters(layer, declared, step.notebook.name)
     return values, [*mistakes, *wrong]
-
-
-# --- loading ---
 
 
 def load_pipeline(

@@ -206,8 +206,6 @@ def _find_kernel(notebook: NotebookNode, name: str | None, title: str) -> str:
     return kernel
 
 
-# --- the process of a run ---
-
 # The working directory is not on the path: a file named random.py there belongs to the kernel. An
 # interrupt during the imports ends the process at once: Python would raise KeyboardInterrupt in the
 # middle of an import, some of whose callbacks lose it.

@@ -144,8 +144,6 @@ class Board:
         if self.trial.value is not None:
             self._actions.on_button(f"stop_trial={self.trial.value}")
 
-    # --- drawing ---
-
     def draw_strip(self, state: State | None) -> None:
         """Draw the line at the top of the page."""
         strip = cards_of(state, only=["strip"])

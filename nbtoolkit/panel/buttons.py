@@ -25,7 +25,6 @@ from nbtoolkit.views.state import State
 
 _NO_FORM = Validation()
 
-# --- which buttons can be pressed ---
 
 BUTTONS = {
     "resume": ("Resume", "Continue what is paused or unfinished, with its own settings"),
@@ -123,9 +122,6 @@ def parsed_button(button: str, default: int | None = None) -> tuple[str, int]:
             do=f"for example {name}=3",
         )
     return name, int(text)
-
-
-# --- start, resume and control ---
 
 
 class _Options(TypedDict):
@@ -263,8 +259,6 @@ def _resume(state: State, train: Train | None, trials: int | None = None) -> Run
         function, config, space, n_trials=trials, folds=folds, resume=folder, **_BACKGROUND
     )
 
-
-# --- the same as code ---
 
 _WIDTH = 80  # characters of a line of a dict
 

@@ -127,8 +127,6 @@ class Controller:
         self.watcher.close()
         self.board.close()
 
-    # --- what the controls do, called in any thread ---
-
     def on_button(self, name: str) -> None:
         """Press a button."""
         self.press(name)
@@ -158,8 +156,6 @@ class Controller:
 
         if not self.watcher.is_current:
             self.watcher.submit(act)
-
-    # --- tasks, in the panel's thread ---
 
     def watch(self, folder: Path | None) -> None:
         """Watch another folder; None: none."""
@@ -256,8 +252,6 @@ class Controller:
         with contextlib.suppress(Exception):  # the kernel is exiting
             set_error(self.board.message, text)
             self._stale = True
-
-    # --- drawing, in the panel's thread ---
 
     def look(self) -> None:
         """Read what is new and draw it."""

@@ -39,8 +39,6 @@ _ANY_SWEEP = {
     "budget": {"n_trials": 1},
 }
 
-# --- fields ---
-
 
 @dataclass(frozen=True)
 class Field:
@@ -72,9 +70,6 @@ FIELDS = (
     Field("study.pruner", "pruner", of_sweep=True, choices=("auto", *get_args(PrunerName))),
 )
 """The settings that are changed most often. An empty field leaves the setting to the YAML."""
-
-
-# --- contents ---
 
 
 @dataclass(frozen=True)

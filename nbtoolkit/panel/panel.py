@@ -156,8 +156,6 @@ class Panel:
         self._controller.saved.show(self.html())
 
 
-# --- one panel per cell ---
-
 _OPENED: list[tuple[str, int, Panel]] = []
 """The id of a cell, the number of its execution, and a panel that it opened then."""
 

@@ -93,9 +93,6 @@ def speed_key(train: Callable[..., Any], config: Config, *more: object) -> str:
     return answer_key(train, config, options, loading, *more)
 
 
-# --- calibration ---
-
-
 CALIBRATION = "strategies"
 
 

@@ -208,9 +208,6 @@ def _last_state(text: str) -> str:
     return text[max(start, 0) :]
 
 
-# --- choice of a display ---
-
-
 @dataclass(frozen=True)
 class DisplayFacts:
     """What this process can display on.
@@ -273,9 +270,6 @@ def find_display() -> DisplayFacts:
     """Find out what this process can display on; imports nothing."""
     kernel = in_kernel(sys.modules)
     return DisplayFacts(kernel=kernel, front_end=front_end(sys.modules) if kernel else None)
-
-
-# --- displays ---
 
 
 class Displays(Protocol):

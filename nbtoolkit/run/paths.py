@@ -428,9 +428,6 @@ RUN_ID = re.compile(r"\d{8}T\d{6}")
 """The beginning of a run id."""
 
 
-# --- runs of a notebook ---
-
-
 RUNS_FILE = "NBTOOLKIT_RUNS"
 """Variable that names the file in which a notebook's kernel lists its runs, one folder per line."""
 

@@ -88,8 +88,6 @@ class RunRecord:
             sync_folder(self.paths.folder)
             sync_folder(self.paths.folder.parent)
 
-    # --- from the ranks ---
-
     def take(self, message: messages.Statement) -> None:
         """Record a rank's message that has no answer; ignore what only a supervisor needs."""
         match message:

@@ -162,8 +162,6 @@ class Sweep:
         ended = self._pool.leaving is not None or self._time.up
         return ended or not self._trials_left
 
-    # --- which job runs next ---
-
     def start_jobs(self, *, asked_only: bool = False) -> None:
         """Start jobs as long as the pool has room for them.
 
@@ -276,8 +274,6 @@ class Sweep:
         self._leave_open_trials("failed")
         raise too_many_failures(failed, allowed, self._study.last_failure())
 
-    # --- what the pool tells ---
-
     def handle(self, event: PoolEvent) -> None:
         """Follow an event of the pool."""
         match event:
@@ -295,8 +291,6 @@ class Sweep:
     def _trial_of(self, job: SearchJob) -> OpenTrial | None:
         """Return the trial of a running job."""
         return next((trial for trial in self._open.values() if job.key in trial.running), None)
-
-    # --- reports ---
 
     def _on_report(self, job: SearchJob, metrics: Mapping[str, float], step: int | None) -> None:
         """Judge a report: the trial may end by it."""
@@ -377,8 +371,6 @@ class Sweep:
         """End the sweep with a failed trial."""
         self._end_trial(trial, "failed", fault)
         self._leave_open_trials("failed")
-
-    # --- results ---
 
     def _on_end(self, job: SearchJob, result: JobResult) -> None:
         """Take the result of a job that has ended."""
@@ -519,8 +511,6 @@ class Sweep:
         limited = [limit.metric for limit in self._limits]
         return list(dict.fromkeys([*self._sweep_config.metrics, *limited]))
 
-    # --- events ---
-
     def _write_trial(self, number: int, waits: str | None = None) -> None:
         """Write the event of a trial's present state."""
         trial = self._study.trial(number)
@@ -547,8 +537,6 @@ class Sweep:
             )
         )
 
-    # --- commands ---
-
     def _on_command(self, command: SearchCommand) -> None:
         """Follow a command: pause, resume, ``add_trials`` or ``stop_trial``."""
         match command:
@@ -561,8 +549,6 @@ class Sweep:
                 self._leave(trial, "pruned", STOPPED_BY_HAND)
                 if trial.over:
                     self._settle(trial)
-
-    # --- the end ---
 
     def finish(self) -> SearchEnd:
         """Leave unfinished trials to another session, and return the status and the summary.
@@ -595,9 +581,6 @@ class Sweep:
         for trial in self._open.values():
             self._study.add_seconds(trial.number, trial.seconds)
             self._write_trial(trial.number, waits=f"the sweep ended as {status}")
-
-
-# --- metrics ---
 
 
 def _mean(scores: Mapping[int, Mapping[str, float]], metric: str, folds: int) -> float:

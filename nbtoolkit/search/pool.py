@@ -28,9 +28,6 @@ JobStatus = Literal["completed", "pruned", "stopped", "deadline", "failed"]
 Fault = Literal["raised", "oom", "nan", "died", "hung", "timeout"]
 
 
-# --- a search ---
-
-
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """What to search, and how to run its jobs.
@@ -95,9 +92,6 @@ class SearchRequest:
     speed: MeasuredSpeed | None = None
 
 
-# --- jobs ---
-
-
 @dataclass(frozen=True, kw_only=True)
 class SearchJob:
     """One call of the training function.
@@ -137,9 +131,6 @@ class JobResult:
     seconds: float = 0.0
     fault: Fault | None = None
     error: str | None = None
-
-
-# --- what happens in a pool ---
 
 
 @dataclass(frozen=True)
@@ -183,9 +174,6 @@ class JobEnded:
 
 
 PoolEvent = JobReported | MetricsNamed | ParametersUnread | JobEnded | SearchCommand
-
-
-# --- pools ---
 
 
 class Pool(ABC):
@@ -266,9 +254,6 @@ class Pool(ABC):
         """Read the requests of handles that have no connection to this process."""
         stop = self._record.stop_requested()
         return [*([] if stop is None else [stop]), *self._record.commands_requested()]
-
-
-# --- the loop over a pool ---
 
 
 class EventWriter(Protocol):

@@ -165,8 +165,6 @@ class LocalPool(Pool):
                 raise
             return []
 
-    # --- slots ---
-
     def _start_on(self, slot: Slot, job: SearchJob) -> None:
         try:
             self._runners.append(JobRunner(job, slot, self.request, self._spawner))
@@ -206,8 +204,6 @@ class LocalPool(Pool):
         self._too_large.clear()
         status: JobStatus = "deadline" if self.leaving == "deadline" else "stopped"
         return [JobEnded(job, JobResult(status=status)) for job in left]
-
-    # --- what jobs say ---
 
     def _news(self, runner: JobRunner) -> list[PoolEvent]:
         """Return what a job has said to the loop, and warn of the rest."""

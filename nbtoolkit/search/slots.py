@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from nbtoolkit.config.schema import Config
 
 
-# --- slots ---
-
-
 Placement = Literal["auto", "device_per_trial", "all_devices_per_trial"]
 
 ALONE = {

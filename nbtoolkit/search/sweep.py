@@ -272,9 +272,6 @@ def _shown(
     return displays().show(lines, paths, screen, deadline=deadline)
 
 
-# --- folds of the sweep's file ---
-
-
 def configured_folds(settings: FoldConfig, task: str, targets: Any, groups: Any) -> Folds | None:
     """Make or load the folds of a sweep; None if its file asks for none.
 

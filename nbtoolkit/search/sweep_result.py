@@ -211,9 +211,6 @@ def read_sweep_config(folder: Path) -> SweepConfig:
         return SweepConfig.model_validate(read_layer(file).values)
 
 
-# --- progress as lines ---
-
-
 class TableLines:
     """Prints lines while a thread waits for a search.
 
@@ -259,9 +256,6 @@ class TableLines:
         """Show what is still buffered."""
         if self._on:
             to_stdout("", flush=True)
-
-
-# --- handle ---
 
 
 class SearchHandle(RunHandle, Generic[Result]):

@@ -36,9 +36,6 @@ _CLOCK_SKEW = 3600.0  # seconds by which the clocks of two hosts may differ
 _MAX_END = 2**20  # bytes of the last member
 
 
-# --- writing ---
-
-
 @contextmanager
 def open_whole(path: Path) -> Iterator[tuple[IO[bytes], tarfile.TarInfo]]:
     """Open a file to copy it as it is now, and describe it.
@@ -116,9 +113,6 @@ def write_bundle(
         info.size = len(text)
         tar.addfile(info, io.BytesIO(text))
     return count, unreadable
-
-
-# --- reading ---
 
 
 @contextmanager

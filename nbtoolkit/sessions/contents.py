@@ -146,9 +146,6 @@ def _group(file: Path, run: Path, checkpoints: dict[Path, str]) -> str | None:
     return LOGS if top in _LOG_FOLDERS else NEEDED
 
 
-# --- checkpoints ---
-
-
 def _checkpoints_of_run(run: Path) -> dict[Path, str]:
     """Return the files of the checkpoints to carry, with their groups, also of trials and folds."""
     paths = RunPaths(run)

@@ -119,8 +119,6 @@ class Merger:
         for file in files:
             self.files += self._move_if_newer(file)
 
-    # --- runs ---
-
     def _merge_run(self, run: str, unpacked: Path, existing: Path, files: list[Path]) -> None:
         unpacked.chmod(0o700)  # as RunPaths.create makes it
         if not existing.exists():
@@ -167,8 +165,6 @@ class Merger:
         parent.mkdir(parents=True, exist_ok=True)
         os.replace(file, target)
         return True
-
-    # --- MLflow ---
 
     def _track(self) -> None:
         """Write the runs that MLflow lacks to the databases here, from their events.

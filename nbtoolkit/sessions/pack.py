@@ -133,9 +133,6 @@ def pack(
     )
 
 
-# --- source and target ---
-
-
 def _source_folder(source: str | os.PathLike[str] | None) -> Path:
     folder = output_folder() if source is None else Path(source).expanduser().absolute()
     if not folder.is_dir():
@@ -195,9 +192,6 @@ def _is_running(run: Path) -> bool:
     return False
 
 
-# --- writing ---
-
-
 def _write(target: Path, contents: Contents, left_out: Sequence[str]) -> tuple[int, list[str]]:
     """Write the bundle; returns the number of files in it, and the files that cannot be read."""
     temporary: Path | None = None
@@ -245,9 +239,6 @@ def _does_not_fit(needed: int, room: int, bound: str) -> BundleError:
         do="raise size_limit, free space, choose another output, or delete runs from "
         "runtime.output_dir",
     )
-
-
-# --- packing at the deadline ---
 
 
 def pack_for_next_session(

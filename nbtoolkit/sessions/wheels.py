@@ -262,9 +262,6 @@ def _refuse_other_files(folder: Path) -> None:
         )
 
 
-# --- the hosts' packages ---
-
-
 def host_image(host: str) -> Image:
     """Return the image of a host, as of this release.
 

@@ -340,9 +340,6 @@ def _event_tags(events: Iterable[Event]) -> dict[str, object]:
     return tags
 
 
-# --- values that MLflow accepts ---
-
-
 def _as_metrics(points: Iterable[Point]) -> list[Metric]:
     """Points as MLflow's metrics."""
     from mlflow.entities import Metric

@@ -110,9 +110,6 @@ class Service:
                 print(text, file=sys.stderr)
 
 
-# --- the process that follows the runs of a kernel ---
-
-
 def run_service(descriptors: list[int]) -> None:
     """Follow the runs that TrackRun messages name until the other end of the connection closes.
 
@@ -163,9 +160,6 @@ def _set_environment(kernel: Mapping[str, str]) -> None:
     state = {name: value for name, value in kernel.items() if name not in _KERNEL_STATE}
     os.environ.clear()
     os.environ.update({**state, **_OWN_VARIABLES})
-
-
-# --- a process that follows some runs to their end ---
 
 
 class TrackingProcess:

@@ -130,9 +130,6 @@ def _floats(prefix: str, values: Mapping[str, object]) -> Iterator[tuple[str, fl
             yield prefix + name, float(value)
 
 
-# --- the trackers of a run ---
-
-
 TrackerName = Literal["mlflow", "tensorboard", "wandb"]
 """A tracker, by its package and its setting in ``tracking``."""
 

@@ -248,9 +248,6 @@ def _copy_other_buffers(module: nn.Module, module_copy: nn.Module) -> None:
                 setattr(layer_copy, name, buffer.clone())
 
 
-# --- batch-norm statistics for averaged weights ---
-
-
 def update_norms(
     module: nn.Module, batches: Iterable[Batch], forward: BatchForward | None = None
 ) -> None:

@@ -228,9 +228,6 @@ def _check(callback: object, name: str) -> None:
     raise FitError(fault, allowed=", ".join(MOMENTS), do=do)
 
 
-# --- the profile of a few steps (``train.profile``) ---
-
-
 # Optimizer steps that pass first, that warm the profiler up, and that are recorded.
 WAIT = 5
 WARM_UP = 2

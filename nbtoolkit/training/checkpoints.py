@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from nbtoolkit.training.step import TrainStep
     from nbtoolkit.worker.context import RunContext
 
-# --- random state ---
-
 
 RandomState: TypeAlias = dict[str, Any]
 """The states of one rank's generators: tensors and plain values."""
@@ -81,9 +79,6 @@ def restore_random_state(state: RandomState, device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-# --- files ---
 
 
 # The best epoch's weights are copied at once, but written only when the last write is this many
@@ -499,9 +494,6 @@ class HostCopy:
             memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
             self._memory[where] = memory
         return memory.copy_(tensor, non_blocking=tensor.is_cuda)
-
-
-# --- disk space ---
 
 
 # Copies of the weights in the state of torch's optimizers, with the usual settings.

@@ -38,9 +38,6 @@ TORCHS_IGNORED = -100
 """torch's default ``ignore_index``."""
 
 
-# --- the user's data ---
-
-
 @dataclass(frozen=True)
 class Feed:
     """What ``fit`` trains or evaluates on.
@@ -199,9 +196,6 @@ def labels_of(data: object) -> Labels | None:
         return second_array(data)
     labels = getattr(data, "targets", getattr(data, "labels", None))
     return np.asarray(labels) if isinstance(labels, (list, tuple)) else labels
-
-
-# --- data sets ---
 
 
 _RESIDENT = 512 * 2**20  # arrays up to this many bytes are kept on the device, not sent each step
@@ -532,9 +526,6 @@ def _as_map_dataset(data: object) -> MapDataset:
             do="give it __len__ and __getitem__, or write your own loop with ctx.prepare",
         )
     return cast("MapDataset", data)
-
-
-# --- loading in worker processes ---
 
 
 # Bytes. A Unix socket's path has at most 107 (man 7 unix), of which multiprocessing needs 32 for

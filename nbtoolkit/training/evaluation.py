@@ -322,9 +322,6 @@ def evaluation_mode(ctx: RunContext, model: torch.nn.Module) -> Iterator[torch.n
             layer.training = training
 
 
-# --- predictors of folds ---
-
-
 def save_predictor(paths: RunPaths, predictor: object) -> None:
     """Write what predicts the test set with the model of a fold.
 

@@ -174,9 +174,6 @@ class MapTrainLoader:
         return ids
 
 
-# --- streams ---
-
-
 _END = object()
 
 

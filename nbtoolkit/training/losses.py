@@ -101,9 +101,6 @@ def on_device(loss: Loss, device: torch.device) -> Loss:
     return cast("Loss", moved(loss))
 
 
-# --- the form of a loss ---
-
-
 # Relative, of a whole and its parts: float32 sums in another order differ by 1e-6, half by 1e-2.
 _TOLERANCE = 1e-4
 _TOLERANCE_OF_HALVES = 2e-2
@@ -397,9 +394,6 @@ def not_a_loss(returned: str) -> FitError:
     )
 
 
-# --- labels and shapes ---
-
-
 def check_labels(outputs: object, targets: object, loss: object) -> None:
     """Refuse class labels for which a model has no score.
 
@@ -515,9 +509,6 @@ def check_shapes(outputs: object, targets: object, returned: object) -> None:
             )
 
 
-# --- parameters of a loss (class centres, learned weights) ---
-
-
 def trained_loss(ctx: RunContext, model: nn.Module, loss: object) -> nn.Module | None:
     """Return the module in ``loss`` whose parameters are to be trained.
 
@@ -570,9 +561,6 @@ def loss_parameters(model: nn.Module, loss: nn.Module | None) -> dict[str, nn.Pa
         for name, parameter in ([] if loss is None else loss.named_parameters())
         if parameter.requires_grad and parameter not in of_model
     }
-
-
-# --- a loss over the rows of all ranks ---
 
 
 RowsLoss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"

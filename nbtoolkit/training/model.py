@@ -203,9 +203,6 @@ def _distributed(ctx: RunContext, model: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(model, device_ids=device_ids, **options)
 
 
-# --- batch norms, which need two values of a channel in training ---
-
-
 _SINGLE_SAMPLE = "Expected more than 1 value per channel when training"
 _ALLOWED_SHARES = (
     "two samples or more in every forward pass of a rank, or a model without batch norms"
@@ -271,9 +268,6 @@ def single_sample_fault(error: Exception) -> FitError | None:
     )
 
 
-# --- channels last ---
-
-
 def to_channels_last(batch: Batch) -> Batch:
     """Return a batch with its 4-d tensors (n, channels, height, width) in channels-last format."""
     import torch
@@ -300,9 +294,6 @@ def _store_channels_last(ctx: RunContext, model: nn.Module) -> None:
         weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     if not kernels:
         ctx.print("fit: channels_last changes nothing: this model has no 2-d convolution")
-
-
-# --- activation checkpointing ---
 
 
 def checkpoint_activations(model: nn.Module) -> int:
@@ -399,9 +390,6 @@ def _frozen_statistics(norms: list[BatchNorm]) -> Iterator[None]:
             norm.num_batches_tracked = batches
 
 
-# --- gradient compression ---
-
-
 def register_compression(
     ctx: RunContext, config: Config, model: DistributedDataParallel, *, steps: int
 ) -> None:
@@ -452,9 +440,6 @@ def first_compressed(steps: int) -> int:
     DDP lays out buckets in the first 2.
     """
     return max(2, min(1000, steps // 10))
-
-
-# --- layers that depend on the number of ranks ---
 
 
 _STATISTICS = "takes its statistics from each rank's own part of a batch"

@@ -94,9 +94,6 @@ def make_optimizer(
     return _of_user(given, model, loss)
 
 
-# --- an optimizer of a class ---
-
-
 def _of_class(
     optim: Optim, given: OptimizerClass | None, model: nn.Module, loss: nn.Module | None
 ) -> torch.optim.Optimizer:
@@ -201,9 +198,6 @@ def _can_fuse(kind: OptimizerClass, model: nn.Module) -> bool:
     )
 
 
-# --- groups of parameters ---
-
-
 def _groups(
     optim: Optim, kind: OptimizerClass, model: nn.Module, loss: nn.Module | None
 ) -> list[dict[str, Any]]:
@@ -306,9 +300,6 @@ def parameters_without_decay(model: nn.Module) -> set[nn.Parameter]:
     }
 
 
-# --- an optimizer of the user ---
-
-
 def _of_user(given: object, model: nn.Module, loss: nn.Module | None) -> torch.optim.Optimizer:
     """Return the optimizer of an object or a function, its state on the model's device."""
     from torch.optim import Optimizer
@@ -367,9 +358,6 @@ def refuse_several(given: object) -> None:
             do="pass one; to train a GAN or another training with several, write a loop of your "
             "own with ctx.prepare, as docs/own-loop/several-models.md does",
         )
-
-
-# --- learning rates ---
 
 
 class Schedule:
@@ -511,9 +499,6 @@ def _forget_schedulers(optimizer: torch.optim.Optimizer) -> None:
         group.pop("initial_lr", None)
 
 
-# --- the schedules of the configuration ---
-
-
 def warmup_and_decay(config: Config, steps: int) -> Callable[[int], float]:
     """Return the factor of the peak in each step: linear warm-up, then one of three curves.
 
@@ -603,9 +588,6 @@ def _plateau(config: Config, optimizer: torch.optim.Optimizer, steps: int) -> Sc
 def _share(part: float, whole: float) -> float:
     """``part / whole``, at most 1; 0 if ``whole`` is 0."""
     return min(1.0, part / whole) if whole > 0 else 0.0
-
-
-# --- the schedule that the user passes ---
 
 
 def _given_schedule(optimizer: torch.optim.Optimizer, given: GivenSchedule, steps: int) -> Schedule:

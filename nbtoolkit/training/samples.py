@@ -205,9 +205,6 @@ def check_steps(passes: Passes) -> Passes:
     return passes
 
 
-# --- order ---
-
-
 @dataclass(frozen=True)
 class EpochOrder:
     """The samples of every epoch.
@@ -313,9 +310,6 @@ def _balanced(weights: str, data: object) -> Tensor:
         )
     _, places, counts = labels.unique(return_inverse=True, return_counts=True)
     return cast("Tensor", 1.0 / counts[places].double())
-
-
-# --- samplers ---
 
 
 def _sampled(sampler: Iterable[int], samples: int, seed: int, ranks: int) -> EpochOrder:

@@ -477,9 +477,6 @@ class TrainStep:
             self.averages.update()
 
 
-# --- gradients ---
-
-
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: Tensor) -> None:
     """Multiply the gradients by ``factor``, a scalar."""
     for parameter in parameters:
@@ -512,9 +509,6 @@ def average_gradients(parameters: Sequence[nn.Parameter], ranks: int) -> None:
     for number, (parameter, grad, mean) in enumerate(zip(parameters, grads, means, strict=True)):
         if used is None or used[number]:
             parameter.grad = grad.copy_(mean.view_as(grad))
-
-
-# --- the state of an optimizer, by the names of its parameters ---
 
 
 def by_name(state: State, names: Sequence[str]) -> State:

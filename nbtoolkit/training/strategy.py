@@ -150,9 +150,6 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return norm(torch.stack([norm(gradient) for gradient in gradients]))
 
 
-# --- errors ---
-
-
 def _of_compiler(error: Exception) -> FitError | None:
     """Return the error to raise for one of ``torch.compile``; None: it is another."""
     if not any(base.__module__.startswith(_COMPILERS) for base in type(error).__mro__):
@@ -209,8 +206,6 @@ def _names_in(text: str, names: Sequence[str]) -> list[str]:
     match = re.search(r"Parameter indices which did not receive grad for rank \d+:([ \d]+)", text)
     return [names[int(index)] for index in match[1].split()] if match else []
 
-
-# --- FSDP ---
 
 # FSDP2 (``torch.distributed.fsdp.fully_shard``), for ``nb.fit`` and ``ctx.prepare``. accelerate's
 # plugin for FSDP is not used: on the CPU it trains with DDP, and does not say so (accelerate 1.15).
@@ -394,9 +389,6 @@ def _local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Return this rank's parts of the gradients."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     return [cast("DTensor", gradient).to_local() for gradient in gradients]
-
-
-# --- sharding ---
 
 
 class ShardedModule:
@@ -656,9 +648,6 @@ def rebind(
         for group in optimizer.param_groups:
             group["params"] = [new.get(parameter, parameter) for parameter in group["params"]]
         prepare_optimizer(optimizer)
-
-
-# --- own loops ---
 
 
 def shard_inputs(ctx: RunContext, objects: Sequence[object]) -> None:

@@ -184,9 +184,6 @@ def sync_ranks(
     return SyncResult(total, signal, rows, stops > 0)
 
 
-# --- logged values ---
-
-
 # Seconds between two readings of the memory: one takes 10 us, a small model's step 150.
 _MEMORY_INTERVAL = 1.0
 
@@ -266,8 +263,6 @@ class MetricLogger:
         self._since = point.time
         self._sum = LossSum(0.0, 0.0, 0)
 
-
-# --- the time of a step ---
 
 # A rank measures on its own clock how long it waits for batches. How long it waits for the
 # gradients of the others is in the statistics that DistributedDataParallel keeps: it records its
@@ -446,9 +441,6 @@ def _sums(times: Sequence[RankTime], other: Sequence[RankTime]) -> list[RankTime
         RankTime(*(a + b for a, b in zip(mine, more, strict=True)))
         for mine, more in zip(times, other, strict=True)
     ]
-
-
-# --- losses that are not finite ---
 
 
 _SHOWN = 20  # samples named in the message

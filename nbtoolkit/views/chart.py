@@ -133,9 +133,6 @@ def _described(lines: Sequence[Series]) -> str:
     return f"{count} {name} between {min(values):.4g} and {max(values):.4g}"
 
 
-# --- scales ---
-
-
 @dataclass(frozen=True)
 class _Scale:
     """Where the values of an axis lie, in units of the view box."""
@@ -231,9 +228,6 @@ def _axes(across: _Scale, up: _Scale) -> Iterator[str]:
         yield f'<text {at} text-anchor="middle">{name}</text>'
 
 
-# --- shapes ---
-
-
 def _finite(series: Series) -> list[tuple[float, float, str]]:
     """Return the points that can be drawn, each with its title, thinned to what is visible."""
     alone = len(series.titles) == 1
@@ -309,8 +303,6 @@ def _legend(series: Series) -> tuple[str, str, str]:
     return series.colour, _SIGNS[series.mark], shortened(series.name, _NAME)
 
 
-# --- sparklines ---
-
 _SPARK = (90, 18)  # pixels
 
 
@@ -330,8 +322,6 @@ def sparkline(points: Points, label: str) -> Picture | None:
     up = _Scale.of(Axis(low=0, high=1), [], height - 3, 3)
     return Picture(label, _shape(line, finite, across, up), _SPARK, scales=False)
 
-
-# --- timeline ---
 
 _ROW = 20  # units of a row's height
 _BAR = 16  # units of a bar's height

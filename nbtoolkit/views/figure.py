@@ -88,9 +88,6 @@ def _pictures(parts: Sequence[Part]) -> list[Picture]:
     return pictures
 
 
-# --- the functions that nbtoolkit.run.output.charts() finds here ---
-
-
 def result_chart(paths: RunPaths, name: str) -> Chart:
     """Draw one card of a result's page: ``"history"``, ``"curves"`` or ``"slices"``."""
     nothing = Card("", [Text("There is nothing to draw.")])

@@ -154,9 +154,6 @@ def _runs(folder: Path, depth: int) -> Iterator[RunPaths]:
         yield from _runs(Path(entry), depth - 1)
 
 
-# --- sections ---
-
-
 @dataclass
 class ReportSection:
     """A section of a report; a cell shows it when it is the cell's last value.
@@ -273,9 +270,6 @@ def label(run: State) -> str:
 def _took(run: State) -> str:
     attempts = f", in {run.attempts} attempts" if run.attempts > 1 else ""
     return duration(run.elapsed()) + attempts
-
-
-# --- page ---
 
 
 def page(title: str, subtitle: str, sections: Sequence[ReportSection]) -> str:

@@ -63,9 +63,6 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _FILES = ("config.yaml", "sweep.yaml", "events.jsonl", "study.jsonl", "error.pkl")
 
 
-# --- single runs ---
-
-
 def metrics_card(state: State, now: float) -> Card:
     """Show a run's best and last values, its speed and the time left."""
     curves = curves_of(state)
@@ -145,9 +142,6 @@ def _quantity_axis(name: str, lines: Sequence[Series]) -> Axis:
     return Axis(name, low=min(values), high=max(values), log=True) if log else Axis(name)
 
 
-# --- folds ---
-
-
 def folds_card(state: State, trial: int | None = None) -> Card | None:
     """Show folds as columns, with mean and deviation.
 
@@ -185,9 +179,6 @@ def fold_curves_card(state: State) -> Card | None:
     ]
     pictures = metric_charts(lines, "step")
     return Card("Curves", [Tiles(pictures, 240)], span=2) if pictures else None
-
-
-# --- workers and devices ---
 
 
 def workers_card(state: State, now: float) -> Card | None:
@@ -253,9 +244,6 @@ def _pace(state: State, now: float) -> str:
     return " · ".join(parts)
 
 
-# --- log ---
-
-
 def log_card(state: State, chosen: str) -> Card | None:
     """Show the end of the chosen log, else of the newest running one."""
     logs = log_names(state)
@@ -302,9 +290,6 @@ def _visible(line: str) -> str:
 def _rank_logs(folder: Path, prefix: str) -> dict[str, Path]:
     files = {int(path.parent.name): path for path in folder.glob("ranks/[0-9]*/log.txt")}
     return {f"{prefix}rank {rank}": files[rank] for rank in sorted(files)}
-
-
-# --- files ---
 
 
 def files_card(state: State) -> Card:

@@ -17,9 +17,6 @@ _TITLE = 80  # characters
 _CACHED = 500  # runs
 
 
-# --- list ---
-
-
 @dataclass(frozen=True)
 class RunEntry:
     """A run in a list.

@@ -166,8 +166,6 @@ class State:
             self.table.update(events.RunEnded(status="interrupted"))
             self._end_folds()
 
-    # --- status and progress ---
-
     @property
     def status(self) -> str:
         """The status in a word or two.
@@ -294,8 +292,6 @@ class State:
                 values["steps/s"] = number((step1 - step0) / (t1 - t0))
         return values
 
-    # --- values ---
-
     def points(self) -> dict[str, Points]:
         """Of a single run: the reported values by step; where there are none, the logged ones."""
         return self.curves or self.logged
@@ -327,8 +323,6 @@ class State:
                 done += steps
                 saved += max(planned - steps, 0) if trial.label == "pruned" else 0
         return saved / (done + saved) if saved else None
-
-    # --- jobs ---
 
     def spans(self, newest: int | None = None) -> list[JobSpan]:
         """When each trial or fold ran, by begin; of one that ran twice the last time.
@@ -396,8 +390,6 @@ class State:
                 self.table.folds = int(numbers["k"] * numbers["repeats"])
         return self.table.folds
 
-    # --- devices ---
-
     def devices(self) -> list[DeviceUse]:
         """Return the use of each rank, slot and GPU.
 
@@ -411,8 +403,6 @@ class State:
             jobs.sort(key=lambda job: job[0].end or 0.0)
             logs = {self.job(span).events: slot for span, slot in jobs[-_DEVICE_LOGS:]}
         return device_uses(logs, since=self.began if self.live else None)
-
-    # --- events ---
 
     def _apply(self, event: events.Event) -> None:
         if self.table is not None:

@@ -44,9 +44,6 @@ _FENCE = 3.0  # interquartile ranges: https://en.wikipedia.org/wiki/Outlier#Tuke
 _DOTS = 200  # marks of a state
 
 
-# --- best trial ---
-
-
 def best_card(state: State, table: SweepTable) -> Card:
     """Show the best trial's value and parameters."""
     title = f"Best {state.metric}"
@@ -71,9 +68,6 @@ def _age(table: SweepTable, trial: Trial) -> str:
     ended = table.last(len(table.trials))
     since = ended.index(trial) if trial in ended else 0
     return f"{counted(since, 'trial')} ago" if since else "the newest"
-
-
-# --- charts of all trials ---
 
 
 def value_axis(state: State, table: SweepTable, objective: int = 0) -> Axis:
@@ -216,9 +210,6 @@ def _with_curves(state: State, table: SweepTable) -> tuple[list[Trial], str]:
     return shown, note
 
 
-# --- slices ---
-
-
 def slices_card(state: State, table: SweepTable, axes: Sequence[Axis]) -> Card | None:
     """Draw the values by each parameter, in the order of the space.
 
@@ -276,8 +267,6 @@ def _choice(value: object) -> str:
     return setting(list(value) if isinstance(value, tuple) else value)
 
 
-# --- importance ---
-
 _computed: dict[tuple[Path, int], Importance | None] = {}
 """By the folder of a sweep and its number of complete trials; None: it cannot be told."""
 
@@ -325,9 +314,6 @@ def _optuna_trials(state: State, table: SweepTable) -> list[FrozenTrial]:
         kinds: dict[str, BaseDistribution] = {name: space.distributions[name] for name in params}
         trials.append(create_trial(params=params, distributions=kinds, value=value))
     return trials
-
-
-# --- table ---
 
 
 def trials_card(state: State, chosen: View, now: float) -> Card:

@@ -99,9 +99,6 @@ def error_of(state: State) -> str:
     return ""
 
 
-# --- progress ---
-
-
 def progress(state: State) -> str:
     """Say how far it is: ``"12/20 trials"``, ``"epoch 7/12"``; empty before the first report."""
     if state.kind == "run":
@@ -137,9 +134,6 @@ def ended_at(state: State) -> str:
     A saved page is read days later, so it is not said how long ago that was.
     """
     return f"ended {moment(state.ended.t)} UTC" if state.over and state.ended else ""
-
-
-# --- values ---
 
 
 def curves_of(state: State) -> dict[str, Points]:
@@ -271,9 +265,6 @@ def differing(settings: Sequence[Mapping[str, object]]) -> list[list[str]]:
         if any(value != values[0] for value in values):
             rows.append([name, *("" if value is absent else param(value) for value in values)])
     return rows
-
-
-# --- lines ---
 
 
 def summary_line(state: State, now: float | None = None) -> str:

@@ -69,9 +69,6 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     return {name: short if last.count(short) == 1 else name for name, short in pairs}
 
 
-# --- order ---
-
-
 def value_of(trial: Trial, index: int = 0) -> float | None:
     """Return a trial's objective; of one that has none the value it reported last."""
     value = trial.values[index] if index < len(trial.values) else None
@@ -139,9 +136,6 @@ def _key(value: object) -> tuple[int, float, str] | tuple[()]:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return 0, value, ""
     return 1, 0, str(value)
-
-
-# --- rows ---
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,6 @@ class DisplayPlace:
 _shown_in: dict[Path, int | None] = {}
 """The cell that shows the page of a folder."""
 
-# --- the functions that nbtoolkit.run.output.displays() finds here ---
-
 
 def show(
     lines: CellOutput | TableLines,
@@ -222,9 +220,6 @@ def running_cell() -> int | None:
     ipython = sys.modules.get("IPython")
     shell: Any = ipython.get_ipython() if ipython is not None else None
     return int(shell.execution_count) if hasattr(shell, "kernel") else None
-
-
-# --- views ---
 
 
 class LiveView:

@@ -22,8 +22,6 @@ _OVERLAP = 0.2  # seconds: a prepared job starts before the scheduler reports th
 _TAIL = 1 << 16  # bytes at the end of an event log in which readings are looked for
 _LOGS = 256  # whose readings are kept; one that did not grow is not read again
 
-# --- jobs ---
-
 
 @dataclass
 class JobSpan:
@@ -85,9 +83,6 @@ def _follows(earlier: JobSpan, later: JobSpan) -> bool:
     """Whether two spans are one after the other; a short overlap is that of a prepared job."""
     end = math.inf if earlier.end is None else earlier.end
     return end - later.begin <= min(_OVERLAP, (end - earlier.begin) / 2)
-
-
-# --- devices ---
 
 
 @dataclass(frozen=True)

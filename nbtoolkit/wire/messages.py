@@ -35,9 +35,6 @@ class Message:
         _TYPES[cls.type] = dataclass(frozen=True, kw_only=True)(cls)
 
 
-# --- from a rank to its supervisor, without an answer ---
-
-
 class Statement(Message):
     """A message that one rank sends by itself; the events of events.py are others."""
 
@@ -139,9 +136,6 @@ class GroupNotJoined(LastWord):
     error: str
 
 
-# --- from a rank to its supervisor, which answers once every rank has asked ---
-
-
 class Question(Message):
     """A call that all ranks make together; ``where``: the line of the user's call."""
 
@@ -178,9 +172,6 @@ class CheckpointRequest(Question):
     path: str
     step: int | None
     kind: str
-
-
-# --- from a supervisor to its ranks, and with its agent ---
 
 
 class Go(Message):
@@ -224,9 +215,6 @@ class RanksNotStarted(Message):
 AgentResult = RanksExited | RanksNotStarted
 
 
-# --- the kernel and the supervisor of its run or search ---
-
-
 class KernelRequest(Message):
     """A request from a handle."""
 
@@ -260,9 +248,6 @@ class SupervisorLost(Message):
     what: str
     allowed: str
     do: str
-
-
-# --- the fork server and its clients: the kernel, supervisors, schedulers ---
 
 
 class ServerReady(Message):
@@ -323,9 +308,6 @@ class ServerChanged(Message):
 
     environment: str
     descriptors: list[int]
-
-
-# --- the kernel and the tracking service ---
 
 
 class TrackRun(Message):

@@ -91,9 +91,6 @@ def _can_dump(value: object) -> bool:
     return True
 
 
-# --- exceptions ---
-
-
 @dataclass(frozen=True, kw_only=True)
 class PackedError:
     """An exception as plain data.

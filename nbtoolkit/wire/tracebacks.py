@@ -109,9 +109,6 @@ def _entry(frame: PackedFrame, inner: types.TracebackType | None) -> types.Trace
     return trace
 
 
-# --- frames that concern the user ---
-
-
 def user_line(frames: Sequence[PackedFrame]) -> tuple[str, int] | None:
     """File and line of the innermost frame in the user's code."""
     users = [frame for frame in frames if is_users(frame["file"])]

@@ -92,9 +92,6 @@ class Shares:
             yield ready + rest
 
 
-# --- rows of a batch ---
-
-
 class NotRows(Exception):
     """Something in a batch does not have one row per sample; its argument: the type."""
 
@@ -125,9 +122,6 @@ def rows(batch: Any, low: int, high: int, size: int) -> Any:
         items = [rows(item, low, high, size) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     raise NotRows(type(batch).__name__)
-
-
-# --- batches that every rank reads ---
 
 
 def refuse_different(digest: str, ranks: int) -> None:

@@ -17,8 +17,6 @@ from nbtoolkit.wire.transport import Connection
 from nbtoolkit.worker.collectives import new_gloo_group
 from nbtoolkit.worker.waiting import waiting_place
 
-# --- channel ---
-
 
 # Sent many times a second, and not urgent: the supervisor reads them every 50 ms. To wake it would
 # take 0.2 ms, more than a step of a small model.
@@ -222,9 +220,6 @@ class GroupChannel:
         # with 0, and is shared the next time.
         if int(number):
             self.signal_flag.number = int(number)
-
-
-# --- heartbeat ---
 
 
 SECONDS = 1.0  # between two checks; one takes 0.1 ms

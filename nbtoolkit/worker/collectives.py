@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-# --- gloo ---
-
-
 # "[Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1", from
 # C++ on stdout (github.com/jax-ml/jax/issues/32673): seen with torch 2.10, not with 2.6 and 2.11.
 _CONNECTED = b"[Gloo] Rank "
@@ -58,9 +55,6 @@ def without_gloo_lines() -> Iterator[None]:
         lines = written.splitlines(keepends=True)
         if kept := b"".join(line for line in lines if not line.startswith(_CONNECTED)):
             os.write(1, kept)
-
-
-# --- gathering ---
 
 
 Part: TypeAlias = tuple[Any, list[int]]

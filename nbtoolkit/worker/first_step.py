@@ -113,9 +113,6 @@ class FirstStep(TorchFunctionMode):
             self._ctx.message(text, "warning")
 
 
-# --- the stack of function modes ---
-
-
 def _insert(mode: TorchFunctionMode) -> None:
     """Push a mode below those of the user, whose ``with`` blocks pop the uppermost one."""
     others = _popped_modes()
@@ -133,9 +130,6 @@ def _remove(mode: TorchFunctionMode) -> None:
 def _popped_modes() -> list[TorchFunctionMode]:
     """All modes, the uppermost one first."""
     return [_pop_mode() for _ in range(_len_torch_function_stack())]
-
-
-# --- what the user is told ---
 
 
 def _weighted(by: str) -> str:

@@ -227,9 +227,6 @@ def _report_error(
     os._exit(1)
 
 
-# --- before the user's code ---
-
-
 def _set_up_process(job: RankJob, rank: int) -> tuple[Connection, Connection]:
     """Set up signals, output and stacks of a forked rank; returns its two connections."""
     default_signals()
@@ -343,9 +340,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-# --- the end, output and signals ---
 
 
 def _leave_group() -> None:

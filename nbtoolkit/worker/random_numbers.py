@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 Batch = TypeVar("Batch")
 
-# --- seeds ---
 
 # Bytes of the state of a Mersenne Twister besides its position, an int.
 _TWISTER_KEY = 624 * 4
@@ -127,9 +126,6 @@ def _restore(states: tuple[Any, Any, Any]) -> None:
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(cpu)
-
-
-# --- the random numbers of an own loop ---
 
 
 class RankDraws:
@@ -236,9 +232,6 @@ class LoaderDraws:
                 common = _states()
                 _restore(rank_states)
             yield batch
-
-
-# --- what differs between the ranks, for nb.verify ---
 
 
 _GENERATORS = ("Python's random", "NumPy's generator", "torch's generator")

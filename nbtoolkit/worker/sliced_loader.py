@@ -126,9 +126,6 @@ class SlicedLoader(DataLoaderShard):  # type: ignore[misc]
             self._steps.end(reading)
 
 
-# --- data sets with indices ---
-
-
 @dataclass(frozen=True)
 class GlobalBatches:
     """The batches of all ranks, as lists of indices.
@@ -306,9 +303,6 @@ def _drawn_on_rank_0(ctx: RunContext, sampler: Iterable[Drawn]) -> Epoch[Drawn]:
     return draw
 
 
-# --- streams ---
-
-
 class RankStream(IterableDataset[object]):
     """This rank's slices of whole batches; every rank's own loader workers make all batches.
 
@@ -375,9 +369,6 @@ def _joined(first: object, second: object) -> object:
 
 def _as_it_is(batch: object) -> object:
     return batch
-
-
-# --- both ---
 
 
 def _name(loader: DataLoader[object], number: int) -> str:

@@ -13,8 +13,8 @@ PACKAGE = Path(nbtoolkit.__file__).parent
 
 # Lines that hold code: no blank lines, comments or docstrings. Lower a number when a change lowers
 # the lines. To raise one, say in docs/log.md what a user gets for it.
-CORE = 30_895
-EXTRAS = 3_796
+CORE = 30_963
+EXTRAS = 3_805
 LARGEST_FILE = 700  # all of its lines
 
 _NO_CODE = {

@@ -268,9 +268,6 @@ def _refuse_several_devices(request: SearchRequest) -> None:
         )
 
 
-# --- in a task ---
-
-
 class _TrialRecorder(InProcessRecorder):
     """Records a job in its folder, and asks the search's driver about each report."""
 

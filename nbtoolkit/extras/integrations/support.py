@@ -155,9 +155,6 @@ def _used_names(ctx: RunContext) -> set[str]:
     return names
 
 
-# --- the framework's own checkpoint ---
-
-
 def record_checkpoint(
     ctx: RunContext, path: Path, step: int, training: str, *, suffix: str = "", **more: object
 ) -> None:

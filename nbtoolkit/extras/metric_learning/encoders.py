@@ -102,9 +102,6 @@ class Frozen(nn.Sequential):
         return super().train(False)
 
 
-# --- augmentation ---
-
-
 @dataclass(frozen=True)
 class Augment:
     """Move, turn and scale an image at random, by torch's global generator.

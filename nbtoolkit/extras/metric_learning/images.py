@@ -138,9 +138,6 @@ def decode(path: str, size: tuple[int, int] | None, channels: int) -> Tensor:
     return pixels[None] if channels == 1 else pixels.permute(2, 0, 1).contiguous()
 
 
-# --- sources ---
-
-
 def load_images(config: Config) -> Images:
     """Return the images that ``data.folder`` or ``data.table`` names; without them the digits.
 
@@ -239,9 +236,6 @@ def _of_rows(rows: Sequence[Mapping[str, str]], *, grouped: bool, **options: Any
     groups = tuple(row["group"] for row in rows) if grouped else None
     paths = [row["path"] for row in rows]
     return Images(paths, torch.from_numpy(labels), tuple(classes.tolist()), groups, **options)
-
-
-# --- split ---
 
 
 def split(

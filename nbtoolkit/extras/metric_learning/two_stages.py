@@ -96,9 +96,6 @@ def train(config: Config, ctx: RunContext) -> dict[str, object]:
     }
 
 
-# --- settings ---
-
-
 def stages_of(config: Config) -> tuple[bool, bool]:
     """Return whether stage 1 and stage 2 are trained.
 
@@ -143,9 +140,6 @@ def stage_config(config: Config, stage: int) -> Config:
         monitor = {"checkpoint.monitor": "val_map", "checkpoint.mode": "max"}
         config = config.with_overrides({**monitor, "train.weight_averaging": "none"})
     return config.with_overrides(given)
-
-
-# --- parts of the training ---
 
 
 def split_images(images: Images, config: Config, ctx: RunContext) -> tuple[Images, Images]:

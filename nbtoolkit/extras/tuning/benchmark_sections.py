@@ -121,9 +121,6 @@ class Session:
             )
 
 
-# --- sections ---
-
-
 def scaling(session: Session) -> Iterator[Measurement]:
     """Yield samples per second by ranks, with a fixed batch per device or in all."""
     if len(session.counts) == 1:
@@ -209,9 +206,6 @@ def measure(section: str, session: Session) -> Iterator[Measurement]:
             yield replace(row, section=section)
     except NbtoolkitError as error:
         yield Measurement(section, note=error.what.splitlines()[0], section=section)
-
-
-# --- what the ranks run ---
 
 
 def all_reduce(config: Config, ctx: RunContext) -> dict[str, list[float]]:

@@ -202,9 +202,6 @@ def _check_rates(result: Probe, rates: Sequence[float]) -> None:
         )
 
 
-# --- the curve ---
-
-
 def smoothed(losses: Sequence[float]) -> list[float]:
     """Return the exponential mean of the losses up to each one, corrected for its start."""
     sums = accumulate(

@@ -140,9 +140,6 @@ def quota(output_dir: str | os.PathLike[str] | None = None, *, hours: float | No
     return Quota(rows=tuple(rows), hours=limit, folder=folder, skipped=tuple(skipped))
 
 
-# --- events of the runs ---
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttemptSpan:
     """The time of an attempt of a run that lies in one week.
@@ -235,9 +232,6 @@ def _spans(run: str, started: RunStarted, last: float) -> Iterator[AttemptSpan]:
         if last <= border:
             return
         begin = border
-
-
-# --- weeks and costs ---
 
 
 def week_of(host: str, moment: float) -> datetime:

@@ -134,9 +134,6 @@ def _plain(value: object, where: str) -> object:
     )
 
 
-# --- names of compiled models ---
-
-
 _COMPILE_PREFIX = "_orig_mod."
 _GIVEN_NAMES = "given_names"
 
@@ -168,9 +165,6 @@ def _as_given(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return type(value)(_as_given(item) for item in value)
     return value
-
-
-# --- checkpoint store ---
 
 
 Kind = Literal["step", "best"]

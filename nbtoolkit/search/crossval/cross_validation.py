@@ -214,9 +214,6 @@ def _search(folds: Folds, processes: int | None) -> Search:
     )
 
 
-# --- argument checks ---
-
-
 def _check_folds(folds: object) -> None:
     if not isinstance(folds, Folds):
         raise FoldError(

@@ -228,8 +228,6 @@ class CVResult:
         """Draw the learning curves of all folds."""
         return charts().result_chart(self.paths, "curves")
 
-    # --- one fold ---
-
     def run(self, index: int) -> RunPaths:
         """Return the folder and the files of the run of fold ``index``."""
         return RunPaths(self.paths.folder / fold_key(range(len(self.folds))[index]))
@@ -254,8 +252,6 @@ class CVResult:
             raise CheckpointError(
                 f"fold {index}: {error.what}", allowed=error.allowed, do=error.do
             ) from None
-
-    # --- display ---
 
     def __repr__(self) -> str:
         scores = []

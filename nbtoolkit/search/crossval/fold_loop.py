@@ -160,9 +160,6 @@ class CrossValidation:
         self._events.write(event)
 
 
-# --- folds that are done ---
-
-
 def check_same(before: Folds, now: Folds) -> None:
     """Refuse to resume with other folds: the scores could not be compared.
 

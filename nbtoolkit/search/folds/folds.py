@@ -210,9 +210,6 @@ def _frozen(indices: ArrayLike) -> Indices:
     return array
 
 
-# --- arrays of whatever the user passes ---
-
-
 def as_column(values: Any, name: str, *, n_samples: int | None = None) -> Column:
     """One value per sample, as an array of shape (n,).
 

@@ -149,9 +149,6 @@ def _split(splitter: BaseCrossValidator, targets: Column, groups: Column | None)
     return pairs
 
 
-# --- checks of the arguments ---
-
-
 def _obvious_kind(groups: object, predefined: object) -> FoldKind:
     if predefined is not None:
         return "predefined"
@@ -231,9 +228,6 @@ def _check_classes(targets: Column, k: int) -> None:
     if small:
         text = f"classes with fewer samples than k={k} are missing in some folds: {listed}"
         warnings.warn(FoldWarning(text), stacklevel=3)  # the line that calls make_folds
-
-
-# --- predefined folds ---
 
 
 def predefined_pairs(predefined: Any, n_samples: int) -> list[Pair]:

@@ -30,8 +30,6 @@ def _obvious_type(keys: Mapping[str, object]) -> str | None:
     return "constant" if "value" in keys else None
 
 
-# --- names of other tools ---
-
 _NAMES = {
     "k_fold": {"n_splits": "folds.k", "random_seed": "folds.seed", "stratified": "folds.kind"},
     "sampling": {

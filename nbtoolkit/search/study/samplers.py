@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _Made = TypeVar("_Made", BasePruner, BaseSampler)
 
-# --- constraints ---
 
 OUT_OF_MEMORY = "out_of_memory"
 """The limit that a trial breaks if it needs more memory than a device has."""
@@ -109,8 +108,6 @@ class Violations:
         )
 
 
-# --- pruners ---
-
 _PRUNERS: dict[str, type[BasePruner]] = {
     "median": optuna.pruners.MedianPruner,
     "percentile": optuna.pruners.PercentilePruner,
@@ -146,8 +143,6 @@ def _make(kind: Callable[..., _Made], options: Mapping[str, object], setting: st
         allowed = f"the arguments of Optuna's {getattr(kind, '__name__', kind)}"
         raise SpaceError(f"{setting}: {error}", allowed=allowed) from error
 
-
-# --- samplers ---
 
 BY_NUMBER = ("random", "qmc", "grid")
 """Samplers for which a trial's number alone decides its parameters."""

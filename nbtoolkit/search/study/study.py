@@ -80,8 +80,6 @@ class SearchStudy:
         """Return a trial. It must not be changed."""
         return self.optuna.get_trials(deepcopy=False)[number]
 
-    # --- what the trials say ---
-
     @property
     def trials_started(self) -> int:
         """The number of trials started, in all sessions."""
@@ -149,8 +147,6 @@ class SearchStudy:
                 notes = trial.user_attrs
                 violations.add(trial.number, notes["reason"], notes["constraints"])
         return violations.text()
-
-    # --- changes ---
 
     def ask(self) -> tuple[int, Params]:
         """Begin a trial; returns its number, and its parameters as the study holds them."""
@@ -224,9 +220,6 @@ class SearchStudy:
         self._running[number] = trial
         # Read back, so that the trial trains with exactly what is stored.
         return number, self._space.decode(self.trial(number).params)
-
-
-# --- a trial ---
 
 
 def state_of(trial: FrozenTrial) -> str:
@@ -311,9 +304,6 @@ def ended_trials(study: optuna.Study, space: Space) -> list[TrialChanged]:
 def folder_of(number: int) -> str:
     """Return a trial's folder, relative to the sweep's."""
     return f"trials/{number:04d}"
-
-
-# --- opening ---
 
 
 def identity_of(sweep_config: SweepConfig, folds: Folds | None) -> dict[str, Any]:
@@ -416,9 +406,6 @@ def _refuse_another(
         )
 
 
-# --- warm start ---
-
-
 def import_trials(study: optuna.Study, sweep_config: SweepConfig, space: Space) -> int:
     """Add another study's complete trials to a new one, for the sampler to learn from.
 
@@ -473,9 +460,6 @@ def _load(source: str) -> optuna.Study:
             allowed="a sweep's folder, or the file of a study: Optuna's journal",
         )
     return read_study(file)
-
-
-# --- the file ---
 
 
 class FileLock(JournalFileOpenLock):

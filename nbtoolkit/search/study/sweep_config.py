@@ -209,9 +209,6 @@ class SweepConfig(Section):
         return dump(self.to_dict())
 
 
-# --- loading ---
-
-
 def load_sweep_config(
     source: str | os.PathLike[str] | Mapping[str, object],
     config: Config,
@@ -307,8 +304,6 @@ def _resolved(sweep_config: SweepConfig, space: Space, config: Config) -> SweepC
     resolved = {"study": study.model_copy(update=update), "space": FreeSection(space.parameters)}
     return sweep_config.model_copy(update=resolved)
 
-
-# --- settings that do not fit together, or do not fit the space ---
 
 Conflict: TypeAlias = tuple[str, str, str]
 """A setting, what does not fit, and what to do about it."""

@@ -40,9 +40,6 @@ class EventTable:
             self.update(event)
 
 
-# --- trials ---
-
-
 @dataclass(eq=False)
 class Trial:
     """The state of a trial.
@@ -139,9 +136,6 @@ class BestTrials:
 
     def _costs(self, trial: Trial) -> list[float]:
         return [sign * value for sign, value in zip(self._signs, trial.values, strict=True)]
-
-
-# --- table ---
 
 
 class SweepTable(EventTable):
@@ -288,8 +282,6 @@ class SweepTable(EventTable):
         """Return the names and values of a trial's objectives."""
         pairs = zip(self.metrics, trial.values, strict=False)
         return [f"{name} {short(value)}" for name, value in pairs]
-
-    # --- events ---
 
     def _leave_running(self) -> None:
         """Begin or end an attempt: the trials that ran before wait now."""
