@@ -16,7 +16,6 @@ from pathlib import Path
 from nbtoolkit.environment.grace import REPORT_SECONDS, STALL_SECONDS
 from nbtoolkit.errors import ConfigError
 
-
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)")

@@ -17,7 +17,6 @@ from nbtoolkit.wire.transport import Connection
 from nbtoolkit.worker.collectives import new_gloo_group
 from nbtoolkit.worker.waiting import waiting_place
 
-
 # Sent many times a second, and not urgent: the supervisor reads them every 50 ms. To wake it would
 # take 0.2 ms, more than a step of a small model.
 _TELEMETRY = (MetricsLogged, MetricsReported, messages.CollectivesStarted)
