@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from nbtoolkit.environment.launch_plan import LaunchPlan
     from nbtoolkit.host import Host
 
-_LOCK_TRIES = 3  # RunPaths.owned() holds the lock for a moment
+_LOCK_TRIES = 3  # 10 ms apart: an owner that has written its last event is about to end
+# RunPaths.owned() shares the lock for a moment; on a busy machine, the moment takes 50 ms and more.
+_LOCK_TRIES_OF_LOOKS = 300
 # A job that starts again after a rank was lost: the others of its first start may still be ending.
 _LOCK_TRIES_OF_JOB = 3000
 
@@ -431,13 +433,28 @@ def lock_run(paths: RunPaths) -> RunLock | None:
         lock.release()
         return None
     is_job = os.environ.get(JOB_MARK) == str(paths.folder)
-    for _ in range(_LOCK_TRIES_OF_JOB if is_job else _LOCK_TRIES):
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    owned = _LOCK_TRIES_OF_JOB if is_job else _LOCK_TRIES
+    shared = _LOCK_TRIES_OF_LOOKS
+    while owned and shared:
+        if _try_lock(lock, fcntl.LOCK_EX):
             return lock
+        if _try_lock(lock, fcntl.LOCK_SH):
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            shared -= 1
+        else:
+            owned -= 1
         time.sleep(0.01)
     lock.release()
     return None
+
+
+def _try_lock(lock: RunLock, kind: int) -> bool:
+    """Lock without waiting; return whether it is done."""
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def roll_back(run: ChosenRun) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,6 +124,18 @@ def test_auto_passes_over_an_unfinished_run_of_an_earlier_build(config: nb.Confi
     made_by_an_earlier_build(left.folder)
     with choose_run(config, SAVES, None, "auto") as run:
         assert run.paths != left
+
+
+def test_a_look_at_the_lock_that_takes_long_does_not_hide_a_run(tmp_path: Path) -> None:
+    """As on a busy machine: a display asked whether the run has an owner, and was interrupted."""
+    paths = new_run(tmp_path, "looked-at").paths
+    looking = os.open(paths.lock, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.3, os.close, [looking]).start()
+    lock = lock_run(paths)
+    assert lock is not None
+    assert lock_run(paths) is None
+    lock.release()
 
 
 def test_behind_a_run_that_is_alive_an_older_one_is_resumed(config: nb.Config) -> None:
