@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from whole import needs_extras
 
 import nbtoolkit
 from nbtoolkit.__main__ import command_line
+
+pytestmark = needs_extras
 
 ROOT = Path(__file__).parents[2]
 TABLE = (ROOT / "docs/reference/commands.rst").read_text()

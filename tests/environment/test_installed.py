@@ -10,6 +10,7 @@ from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+from whole import needs_extras
 
 from nbtoolkit.environment.installed import install_line
 
@@ -29,6 +30,7 @@ def test_an_install_line_names_the_packages_of_the_extra(extra: str) -> None:
     assert re.fullmatch(r"pip install( '[a-z-]+(\[[a-z]+\])?>=[\d.]+')+", line)
 
 
+@needs_extras
 def test_the_extras_are_those_of_the_metadata() -> None:
     assert {"search", "panel", "notebooks", "training", "metric-learning"} <= CALLS
     assert install_line("panel") == "pip install 'ipywidgets>=8.1'"

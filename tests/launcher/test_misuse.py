@@ -13,6 +13,7 @@ import pytest
 import torch
 from kernels import SECONDS, run_folder, script
 from launches import inline
+from whole import needs_extras
 
 import nbtoolkit as nb
 from nbtoolkit.errors import CheckpointError, ConfigError, LaunchError, ResumeError, RunFolderError
@@ -113,6 +114,7 @@ def test_an_option_that_does_not_exist_is_refused_with_those_that_do(
         call(functions.ranks, None, **{name: 2})
 
 
+@needs_extras
 @pytest.mark.parametrize("name", ["num_processes", "nprocs", "num_gpus"])
 def test_another_launchers_name_for_processes_is_refused_with_ours(name: str) -> None:
     calls: list[Any] = [nb.launch, nb.cross_validate, nb.find_batch_size, nb.find_learning_rate]

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import typer.main
 import yaml
+from whole import needs_extras
 
 import nbtoolkit
 from nbtoolkit.__main__ import command_line
@@ -30,6 +31,8 @@ from nbtoolkit.config.schema import Config
 from nbtoolkit.environment import grace
 from nbtoolkit.notebooks.pipeline_file import load_pipeline
 from nbtoolkit.search.study.sweep_config import SweepConfig, load_sweep_config
+
+pytestmark = needs_extras
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from whole import needs_extras
 
 import nbtoolkit
 from nbtoolkit.environment.installed import EXTRAS
@@ -191,6 +192,7 @@ def test_a_training_is_read_from_the_fit_to_the_data(number: int) -> None:
     assert not _needs(TRAINING[number]) & {*TRAINING[:number]}
 
 
+@needs_extras
 def test_the_core_names_the_extras_in_one_table() -> None:
     """So that their folder can be deleted."""
     core = {name: path for name, path in MODULES.items() if not name.startswith("extras")}

@@ -13,6 +13,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 from kernels import SECONDS
+from whole import needs_extras
 
 import nbtoolkit
 
@@ -31,6 +32,7 @@ def test_a_star_import_brings_every_name() -> None:
     assert set(nbtoolkit.__all__) == set(scope) - {"__builtins__"}
 
 
+@needs_extras
 def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse(Path(nbtoolkit.__file__).with_suffix(".pyi").read_text())
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from feeds import contexts
+from whole import needs_extras
 
 import nbtoolkit as nb
 from nbtoolkit.config.schema import Config
@@ -66,6 +67,7 @@ def test_without_scikit_learn_its_install_line_is_told(monkeypatch: pytest.Monke
         digits.load()
 
 
+@needs_extras
 @pytest.mark.parametrize("file", sorted((ROOT / "config").glob("*.yaml")), ids=lambda f: f.stem)
 def test_every_shipped_configuration_names_a_task_that_is_there(file: Path) -> None:
     module, _, name = nb.load_config(file, env=None).task.partition(":")
