@@ -148,9 +148,10 @@ def nearest(dotted: str, known: Iterable[str]) -> str:
     by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
     if last in by_last:
         return names[by_last[last]]
-    # A long section alone makes two names similar: the last parts must be, too.
+    # A long section alone makes two names similar: the last parts must be, too ("rl" and "lr").
     similar = difflib.get_close_matches(dotted.lower(), names, n=3, cutoff=0.6)
-    parts = difflib.get_close_matches(last, by_last, n=len(by_last), cutoff=0.6)
+    least = 0.6 if len(last) > 3 else 0.5
+    parts = difflib.get_close_matches(last, by_last, n=len(by_last), cutoff=least)
     close = [name for name in similar if name.rpartition(".")[2] in parts]
     close += [by_last[part] for part in difflib.get_close_matches(last, by_last, n=1, cutoff=0.7)]
     return names[close[0]] if close else ""

@@ -39,7 +39,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 START = ROOT / "docs/index.rst"  # the site's first page
 
 # Pages whose snippets another test runs.
-RUN_ELSEWHERE = {"docs/tensorflow.md": "integrations/test_tensorflow.py"}
+RUN_ELSEWHERE = {"docs/tensorflow.md": "extras/integrations/test_tensorflow.py"}
 
 # Folders of pages that show what their code prints.
 SHOW_OUTPUT = ("docs/explanation/", "docs/how-to/", "docs/moving/", "docs/settings.md")

@@ -13,7 +13,7 @@ PACKAGE = Path(nbtoolkit.__file__).parent
 
 # Lines that hold code: no blank lines, comments or docstrings. Lower a number when a change lowers
 # the lines. To raise one, say in docs/log.md what a user gets for it.
-CORE = 30_963
+CORE = 30_977
 EXTRAS = 3_805
 LARGEST_FILE = 700  # all of its lines
 

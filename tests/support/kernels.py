@@ -55,7 +55,19 @@ def alive(pid: int) -> bool:
 
 def all_gone(pids: set[int], seconds: float = SECONDS) -> None:
     """Wait until none of the processes is left."""
-    until(lambda: not any(map(alive, pids)), f"the end of {pids}", seconds)
+    limit = time.monotonic() + seconds
+    while left := {pid: status_of(pid) for pid in pids if alive(pid)}:
+        assert time.monotonic() < limit, f"after {seconds:g} s there are still {left}"
+        time.sleep(0.02)
+
+
+def status_of(pid: int) -> str:
+    """The name, state and parent of a process; empty: it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return ", ".join(line for line in lines if line.startswith(("Name:", "State:", "PPid:")))
 
 
 def run_folder(output_dir: Path) -> Path:
