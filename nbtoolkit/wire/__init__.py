@@ -1,1 +1,1 @@
-"""What crosses a process: messages, sockets, pickles, the function and its arrays, signals."""
+"""Carry messages, functions, arrays, values and errors across the border of a process."""
