@@ -18,11 +18,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from records import last_of, owner_pid
-
 import nbtoolkit as nb
 from nbtoolkit.run.events import Event
 from tests.bench.figures import Figure, in_fresh_process, median, quiet_config
+from tests.support.records import last_of, owner_pid
 
 TRIALS, SECONDS, MANY = 16, 0.6, 1000
 SPACE = {"optim.lr": {"type": "float", "low": 1e-3, "high": 0.1, "log": True}}
