@@ -1,4 +1,4 @@
-"""Keep the progress of a fit: its epochs, their metrics, and which epoch is the best."""
+"""Keep the progress of a fit, and which of its epochs is the best."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ WEEK_BEGINS = {"kaggle": 5}
 Saturday; other hosts have the weeks of ISO 8601."""
 
 # Folders that hold no run.
-_NO_RUNS = ("checkpoints", "values", "ranks", "samples", "mlartifacts", "tensorboard", "wandb")
+_NO_RUNS = ("checkpoints", "values", "ranks", "mlartifacts", "tensorboard", "wandb")
 
 _HEADER = ("host", "week from", "device", "runs", "device-hours", "used", "of", "left")
 
